@@ -218,6 +218,21 @@ def test_a_head_with_a_wrong_embedding_or_output_layer_is_refused(
         read_published_head(tmp_path, config)
 
 
+def test_the_policy_s_tensors_are_those_of_its_index(tmp_path: Path) -> None:
+    """The first file with such a tensor was read, as from a second copy of the weights."""
+    folder = make_policy(tmp_path / "policy")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    index = {"weight_map": dict.fromkeys(weights, "weights.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({name: torch.zeros_like(weight) for name, weight in weights.items()}, folder / "model.safetensors")
+    a_drafter(tmp_path / "head", read_policy_config(folder))
+    export = ("export", tmp_path / "head", "--format", "speculators", "--out", tmp_path / "out", "--policy", folder)
+    assert run(*export) == 0
+    written = load_file(tmp_path / "out" / "model.safetensors")["embed_tokens.weight"]
+    assert torch.equal(written, weights["model.embed_tokens.weight"])
+
+
 def test_a_folder_without_a_head_is_refused(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointInvalid, match="specrl downloads nothing"):
         read_published_head(tmp_path / "none", read_policy_config(policy))

@@ -33,7 +33,7 @@ from specrl.drafting.eagle3.head import (
 from specrl.errors import CheckpointInvalid
 from specrl.files import check_regular, read_object
 from specrl.models.policy_config import PolicyConfig, find_rope_problems
-from specrl.tensor_files import load_tensors, open_tensors
+from specrl.tensor_files import FolderReader, load_tensors
 
 PICKLED = "pytorch_model.bin"
 _ARCHITECTURES = ([ARCHITECTURE], ["Eagle3LlamaForCausalLM"])  # two names of one module
@@ -193,26 +193,11 @@ def _find_vocabulary_mismatches(tensors: Mapping[str, torch.Tensor], size: int, 
 
 def _equals_policy_tensor(tensor: torch.Tensor, name: str, policy: PolicyConfig) -> bool:
     """Whether a tensor equals the policy's tensor `name`, compared in the lower precision of the two."""
-    theirs = read_policy_tensor(policy.path, name)
+    theirs = FolderReader(policy.path).read_tensor(name)
     if theirs.shape != tensor.shape:
         return False
     coarse = min(tensor.dtype, theirs.dtype, key=lambda dtype: torch.finfo(dtype).bits)
     return torch.equal(tensor.to(coarse), theirs.to(coarse))
-
-
-def read_policy_tensor(folder: Path, name: str) -> torch.Tensor:
-    """Read one tensor of the policy. Raises CheckpointInvalid if no file has it."""
-    try:
-        for file in sorted(folder.glob("*.safetensors")):
-            with open_tensors(file, "pt") as content:
-                if name in content.keys():  # noqa: SIM118 - no mapping
-                    found: torch.Tensor = content.get_tensor(name)
-                    return found
-    except (OSError, SafetensorError) as error:
-        raise CheckpointInvalid(
-            f"the policy must have complete weight files, got {folder}: {error}; fetch the model again"
-        ) from error
-    raise CheckpointInvalid(f"the policy must have a tensor {name}, got none in {folder}; check --policy")
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -237,7 +222,7 @@ def write_speculators(directory: Path, head: Eagle3Head, dtype: torch.dtype, dra
     on uninitialised memory.
     """
     policy = head.config.policy
-    embedding = read_policy_tensor(policy.path, "model.embed_tokens.weight")
+    embedding = FolderReader(policy.path).read_tensor("model.embed_tokens.weight")
     architectures = read_object(policy.path / CONFIG).get("architectures") or []
     layer = build_folder_config(head.config, dtype)
     for key in ("architectures", "draft_vocab_size", "norm_before_residual", "eagle_config"):

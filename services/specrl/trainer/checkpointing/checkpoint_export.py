@@ -27,7 +27,7 @@ from specrl.models.policy_config import read_policy_config
 from specrl.records import WeightOwner
 from specrl.spec import RunSpec, load_spec
 from specrl.spec.trainer import Lora
-from specrl.tensor_files import load_tensors, open_tensors
+from specrl.tensor_files import FolderReader, load_tensors, open_tensors
 from specrl.trainer import lora
 from specrl.trainer.checkpointing import checksums
 from specrl.trainer.checkpointing.checkpoints import DRAFTER, POLICY, WEIGHTS
@@ -47,10 +47,7 @@ def export_checkpoint(spec: RunSpec, checkpoint: Path, out: Path) -> None:
         with write_folder(out.absolute()) as scratch:
             trained = _read_tensors(checkpoint / POLICY / WEIGHTS, dtype)
             if spec.trainer.lora is not None:
-                layers = read_policy_config(Path(spec.model.path)).num_layers
-                base = _read_tensors(Path(spec.model.path), dtype)
-                policy = ((name, tensor) for name, tensor in base if not is_head_tensor(name, layers))
-                trained = _merge_updates(spec.trainer.lora, policy, dict(trained))
+                trained = _merge_updates(spec.trainer.lora, _read_base(spec, dtype), dict(trained))
             drafter = _read_drafter(spec, checkpoint / DRAFTER) if (checkpoint / DRAFTER).exists() else None
             if drafter is not None and drafter.owner is WeightOwner.POLICY:
                 trained = chain(trained, drafter.collect_tensors(dtype).items())
@@ -62,11 +59,20 @@ def export_checkpoint(spec: RunSpec, checkpoint: Path, out: Path) -> None:
 
 
 def _read_tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of a folder, rounded from float32 to the run's precision as the trainer does."""
+    """Yield every tensor of a checkpoint's folder, rounded from float32 to the run's precision as the trainer does."""
     for file in sorted(folder.glob("*.safetensors")):
         with open_tensors(file, "pt") as content:
             for name in content.keys():  # noqa: SIM118 - no mapping
                 yield name, content.get_tensor(name).to(dtype)
+
+
+def _read_base(spec: RunSpec, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of the policy that the run started from, without heads for multi-token prediction."""
+    layers = read_policy_config(Path(spec.model.path)).num_layers
+    reader = FolderReader(Path(spec.model.path))
+    for name in reader.list_names():
+        if not is_head_tensor(name, layers):
+            yield name, reader.read_tensor(name).to(dtype)
 
 
 def _merge_updates(
