@@ -118,6 +118,32 @@ def read_weight_map(index: Path, owner: str) -> dict[str, str]:
     return dict(found)
 
 
+def locate_tensors(folder: Path, owner: str) -> dict[str, str]:
+    """Find the name of the file of each tensor of a model: as its index says, or in all files if there is no index.
+
+    The engine loads the same files. owner: names the model in errors. Raises CheckpointInvalid, also for files beside
+    model.safetensors without an index.
+    """
+    index = folder / INDEX
+    if index.exists():
+        # Only its files count: a folder may also hold a second copy of the weights in one file.
+        places = read_weight_map(index, owner)
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+        others = [file.name for file in files if file.name != "model.safetensors"]
+        if 0 < len(others) < len(files):
+            raise CheckpointInvalid(
+                f"{owner} must have no safetensors beside model.safetensors without an index, got {', '.join(others)} "
+                f"in {folder}, which the engine would load, too; move them to another folder"
+            )
+        places = {name: file.name for file in files for name in read_tensor_shapes(file, owner)}
+    if not places:
+        raise CheckpointInvalid(
+            f"{owner} must have its weights as safetensors, got none in {folder}; convert or fetch the model again"
+        )
+    return places
+
+
 def is_weight_file(name: object) -> bool:
     """Whether a name of an index is a bare name of a safetensors file: no path, no NUL, nothing hidden."""
     return isinstance(name, str) and _WEIGHT_FILE.fullmatch(name) is not None
@@ -204,21 +230,20 @@ def _list_entries(folder: Path) -> list[Path]:
 
 
 class FolderReader:
-    """Reads tensors of a Hugging Face folder by name, from a single file or from shards with an index. Needs torch.
+    """Reads tensors of a Hugging Face folder by name, from one file or several. Needs torch.
 
-    Making one raises CheckpointInvalid, as `check_folder` and `read_weight_map` do.
+    Making one raises CheckpointInvalid, as `check_folder` and `locate_tensors` do.
     """
 
     def __init__(self, path: Path) -> None:
         check_folder(path, "the model folder")
         self.path = path
         self._open: dict[str, Any] = {}
-        index = path / INDEX
-        self._files = read_weight_map(index, "the model folder") if index.exists() else {}
+        self._files = locate_tensors(path, "the model folder")
 
     def list_names(self) -> list[str]:
-        """List the names of all tensors. Raises CheckpointInvalid."""
-        return [*self._files] or [*read_tensor_shapes(self.path / "model.safetensors", "the model folder")]
+        """List the names of all tensors."""
+        return [*self._files]
 
     def read_tensor(self, name: str) -> torch.Tensor:
         """Read one tensor. Raises CheckpointInvalid."""
@@ -240,7 +265,9 @@ class FolderReader:
         """Call a method of the open file that has the tensor. Raises CheckpointInvalid."""
         from safetensors import SafetensorError  # imported here, as above
 
-        file = self._files.get(name, "model.safetensors")
+        file = self._files.get(name)
+        if file is None:
+            raise CheckpointInvalid(f"model folder must have {name} in safetensors files, got {self.path}; complete it")
         try:
             if file not in self._open:
                 self._open[file] = open_tensors(self.path / file, "pt")

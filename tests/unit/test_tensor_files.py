@@ -136,6 +136,27 @@ def test_rows_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         reader.read_tensor("v")
 
 
+def test_shards_without_an_index_are_read(tmp_path: Path) -> None:
+    """Preflight and vLLM accepted such a folder. Then the trainer ended, as model.safetensors was missing."""
+    shards = {"a": torch.ones(2), "b": torch.zeros(3)}
+    for number, (name, tensor) in enumerate(shards.items(), 1):
+        save_tensors({name: tensor}, tmp_path / f"model-{number:05d}-of-00002.safetensors")
+    reader = FolderReader(tmp_path)
+    assert reader.list_names() == ["a", "b"]
+    assert all(torch.equal(reader.read_tensor(name), tensor) for name, tensor in shards.items())
+    with pytest.raises(CheckpointInvalid, match=r"must have c in safetensors files, got .*; complete it"):
+        reader.read_tensor("c")
+
+
+def test_a_folder_is_read_only_if_its_weights_are_those_that_the_engine_loads(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointInvalid, match="must have its weights as safetensors, got none"):
+        FolderReader(tmp_path)
+    for name in ("model", "adapter_model"):
+        save_tensors({name: torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(CheckpointInvalid, match=r"beside model.safetensors without an index, got adapter_model"):
+        FolderReader(tmp_path)
+
+
 def a_cached_model(cache: Path) -> Path:
     """Make a folder as huggingface_hub's cache has it: links into `blobs`, and from there into the cache's store."""
     repository = cache / "models--team--tiny"

@@ -18,7 +18,7 @@ from typing import Any
 from specrl.errors import CheckpointInvalid
 from specrl.files import read_object
 from specrl.models.policy_config import PolicyConfig, parse_policy_config
-from specrl.tensor_files import INDEX, check_folder, read_tensor_shapes, read_weight_map
+from specrl.tensor_files import check_folder, locate_tensors, read_tensor_shapes
 
 Shape = tuple[int, ...]
 # Config fields with the number of heads for multi-token prediction; model families name it differently.
@@ -129,25 +129,11 @@ def _read_json(path: Path, field: str) -> dict[str, Any]:
 
 def _read_shapes(path: Path, field: str) -> dict[str, Shape]:
     """Read the shape of every tensor. Checks each file's size against its header, and all files against the index."""
-    index = path / INDEX
-    named = read_weight_map(index, field) if index.exists() else {}
-    # With an index only its files count: a folder may also hold a second copy of the weights in one file.
-    files = {path / name for name in named.values()} if index.exists() else {*path.glob("*.safetensors")}
-    whole = path / "model.safetensors"
-    others = sorted(file.name for file in files - {whole})
-    if whole in files and others and not index.exists():
-        raise CheckpointInvalid(
-            f"{field} must have no safetensors beside model.safetensors without an index, got {', '.join(others)} in "
-            f"{path}, which the engine would load, too; move them to another folder"
-        )
+    places = locate_tensors(path, field)
     shapes: dict[str, Shape] = {}
-    for file in sorted(files):
-        shapes |= read_tensor_shapes(file, field)
-    if not shapes:
-        raise CheckpointInvalid(
-            f"{field} must have its weights as safetensors, got none in {path}; convert or fetch the model again"
-        )
-    missing = sorted(named.keys() - shapes.keys())
+    for file in sorted(set(places.values())):
+        shapes |= read_tensor_shapes(path / file, field)
+    missing = sorted(places.keys() - shapes.keys())
     if missing:
         raise CheckpointInvalid(
             f"{field} must have every tensor of its index, got {len(missing)} missing in {path}, {missing[0]} among "
