@@ -192,7 +192,7 @@ def check_links(folder: Path, owner: str) -> None:
     """
     home = resolve_path(folder)
     blobs = home.parent.parent / "blobs"  # of CACHE/models--OWNER--NAME/snapshots/COMMIT
-    is_cached = home.parent.name == "snapshots"
+    is_cached = home.parent.name == "snapshots" and len(home.parents) > 2
     store = home.parents[2] / "blobs" if is_cached else None
     for link in (path for path in _list_entries(folder) if path.is_symlink()):
         # The first step, with the links among its own folders followed, and the end of all steps.

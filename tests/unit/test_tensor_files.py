@@ -179,6 +179,11 @@ def test_links_of_a_cached_model_are_followed(tmp_path: Path) -> None:
     check_links(tmp_path / "mine", "model.path")
 
 
+def test_a_folder_below_snapshots_in_the_root_is_no_cache() -> None:
+    """A volume that is mounted there ended the trainer with an IndexError."""
+    check_links(Path("/snapshots/policy"), "model.path")
+
+
 @pytest.mark.parametrize("place", ["/etc/passwd", "../../../../secret", "../../../other/blobs/1", "../../refs", "sub"])
 def test_a_link_to_another_place_is_refused(tmp_path: Path, place: str) -> None:
     """An export would have copied what it leads to: a private key, for example."""

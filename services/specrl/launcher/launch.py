@@ -93,7 +93,7 @@ def check_checkpoint(checkpoint: Path, spec: RunSpec, data: CheckedPrompts | Non
 
 def describe_start(checkpoint: Path, step: int) -> str:
     """Describe from where a new run goes on. step: of the checkpoint of another run."""
-    source = checkpoint.resolve().parents[1].name
+    source = checkpoint.resolve().parent.parent.name or checkpoint  # a folder in the root has no run's folder
     return f"starting from the checkpoint of step {step} of {source}; the next step is {step + 1}"
 
 

@@ -10,6 +10,7 @@ from tests.run_files import a_run
 
 from specrl.errors import RunInvalid
 from specrl.launcher import run_directory
+from specrl.launcher.launch import describe_start
 from specrl.spec import RunSpec, load_spec, parse_spec
 
 
@@ -124,3 +125,10 @@ def test_the_newest_run_is_the_one_locked_last(tmp_path: Path, spec: RunSpec) ->
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunInvalid, match="must be a folder with a run"):
         run_directory.find_run(None, tmp_path)
+
+
+@pytest.mark.parametrize("place", ["/step-000003", "/mine/step-000003"])
+def test_a_checkpoint_near_the_root_is_described_by_its_path(place: str) -> None:
+    """A checkpoint in the root ended the launcher with an IndexError, and one below it had no name."""
+    start = f"starting from the checkpoint of step 3 of {place}; the next step is 4"
+    assert describe_start(Path(place), 3) == start
