@@ -57,7 +57,7 @@ class TrainerBackend(Protocol):
     def load_model(self, checkpoint: Path | None) -> None:
         """Load a checkpoint written by `save_checkpoint`; None loads the initial model.
 
-        Raises CheckpointInvalid, MemoryTooSmall.
+        Raises CheckpointInvalid, MemoryTooSmall, and SpecInvalid if the folder of a model is incomplete.
         """
 
     def get_status(self) -> TrainerStatus:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,18 @@ def test_model_that_does_not_fit_into_memory(policy: Path, monkeypatch: pytest.M
     one = MegatronBackend(a_spec(policy))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
     with pytest.raises(MemoryTooSmall, match="GiB"):
+        one.load_model(None)
+    one.close()
+
+
+def test_policy_that_is_incomplete_on_this_node(policy: Path, tmp_path: Path) -> None:
+    """It was an AssertionError, which names nothing and restarts the trainer for ever."""
+    from specrl.trainer.megatron_backend import MegatronBackend
+
+    folder = Path(shutil.copytree(policy, tmp_path / "policy"))
+    (folder / "model.safetensors").unlink()
+    one = MegatronBackend(a_spec(folder))
+    with pytest.raises(SpecInvalid, match=r"model\.path must have its weights as safetensors, got none in"):
         one.load_model(None)
     one.close()
 

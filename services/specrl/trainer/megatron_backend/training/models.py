@@ -13,7 +13,7 @@ import torch
 from specrl.drafting.criteria import DraftCriterion
 from specrl.drafting.online import DrafterTrainer
 from specrl.drafting.registry import find_kind
-from specrl.errors import MemoryTooSmall, TrainerFailed
+from specrl.errors import MemoryTooSmall, TrainerFailed, raise_problems
 from specrl.machine import available_memory_bytes
 from specrl.models import read_served_models
 from specrl.models.policy_config import PolicyConfig, check_reference, read_policy_config
@@ -90,7 +90,7 @@ class RankModels:
 def load_models(spec: RunSpec, config: PolicyConfig, groups: RankGroups) -> RankModels:
     """Load the initial policy, the reference and the drafter. A collective.
 
-    Raises MemoryTooSmall, CheckpointInvalid.
+    Raises MemoryTooSmall, SpecInvalid, CheckpointInvalid.
     """
     dtype: torch.dtype = getattr(torch, spec.model.dtype.value)
     _check_memory(spec, groups)
@@ -105,8 +105,10 @@ def load_models(spec: RunSpec, config: PolicyConfig, groups: RankGroups) -> Rank
 
 
 def _check_memory(spec: RunSpec, groups: RankGroups) -> None:
-    """Raise MemoryTooSmall if this rank's models, or a step with them, do not fit."""
-    needed = estimate_rank_memory(spec, read_served_models(spec))
+    """Raise MemoryTooSmall if this rank's models, or a step with them, do not fit; SpecInvalid if one is incomplete."""
+    served = read_served_models(spec)
+    raise_problems(served.problems)
+    needed = estimate_rank_memory(spec, served)
     if groups.device.type == "cuda":
         free = torch.cuda.mem_get_info()[0]
         place = "GPU"
