@@ -42,9 +42,11 @@ from specrl.trainer.checkpointing import checkpoints, mirror
 from specrl.trainer.checkpointing.origin import copy_from_origin
 from specrl.trainer.ranks import IDLE_CHECK_S, AllRanks, ControlGroup, RankLost
 
-# Longest wait for a checkpoint that is being written when the trainer shuts down. One that is cut off leaves only a
-# temporary folder, which a later save deletes.
-SAVE_GRACE_S = 60.0
+# Longest waits when the trainer shuts down: for a checkpoint that is being written, then for the running call. With
+# those of `main.py` they end within a pod's grace period of 30 s. A checkpoint that is cut off leaves only a temporary
+# folder, which a later save deletes.
+SAVE_GRACE_S = 15.0
+CLOSE_GRACE_S = 5.0
 
 log = structlog.get_logger(__name__)
 
@@ -98,6 +100,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         self._ranks = AllRanks(RankCalls(backend, spec, run_directory, host), control)
         # One thread: the backend's methods are collectives, which all ranks must run in the same order.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+        # For the mirror and copies of checkpoints. `asyncio.run` would wait for the loop's own threads at its end.
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mirror")
         # The reply to the last step, for a repeated request.
         self._last: trainer_pb2.TrainPartsReply | None = None
         # The last WriteWeights: the state that was written, and the reply.
@@ -145,10 +149,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     async def _fetch_checkpoint(self, origin: Path | None) -> None:
         """Fetch a checkpoint from the mirror, or copy it from `origin`, if the run's folder has none."""
         if self._mirror is not None and not checkpoints.list_complete(self._run):
-            restored = await asyncio.to_thread(self._mirror.restore_newest, self._run)
+            restored = await self._run_in_background(self._mirror.restore_newest, self._run)
             log.info("mirror_consulted", url=self._mirror.url, restored=restored.name if restored else "nothing")
         if origin is not None and not checkpoints.list_complete(self._run):
-            copied = await asyncio.to_thread(copy_from_origin, self._run, origin, self._spec.schedule.steps)
+            copied = await self._run_in_background(copy_from_origin, self._run, origin, self._spec.schedule.steps)
             log.info("checkpoint_copied", source=str(copied))
 
     async def watch_ranks(self) -> None:
@@ -165,12 +169,18 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         raise self.lost.result()
 
     async def close(self) -> None:
-        """Wait for the running call and, at most SAVE_GRACE_S, for the checkpoint being written; leave all groups."""
+        """Leave all groups, unless a checkpoint being written, or the running call, lasts longer than its grace.
+
+        These end with the process, which must not wait for their threads.
+        """
         if self._saving is not None:
             await asyncio.wait([self._saving.completion], timeout=SAVE_GRACE_S)
         if not self.lost.done():
-            await self.call_all_ranks(RankCalls.Close, Empty())
-        self._worker.shutdown(wait=False)  # its thread may hang in a collective with a lost rank
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.call_all_ranks(RankCalls.Close, Empty()), CLOSE_GRACE_S)
+        # Their threads may hang, as in a collective with a lost rank.
+        self._worker.shutdown(wait=False)
+        self._background.shutdown(wait=False)
 
     async def _run_on_worker[T](self, work: Callable[[], T]) -> T:
         """Run `work` on the worker thread, after the calls before it.
@@ -194,6 +204,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         finally:
             self._busy -= 1
             self._last_used = time.monotonic()
+
+    async def _run_in_background[*Arguments, T](self, work: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
+        """Run `work` beside the calls."""
+        return await asyncio.get_running_loop().run_in_executor(self._background, work, *arguments)
 
     async def call_all_ranks[Request: Message, Reply](
         self, call: Callable[[RankCalls, Request], Reply], request: Request
@@ -331,7 +345,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             if writing is not None:
                 await asyncio.wrap_future(writing)
                 self._kept = state
-            await asyncio.to_thread(self._prune_and_mirror, step, best_step, is_new=writing is not None)
+            await self._run_in_background(self._prune_and_mirror, step, best_step, writing is not None)
         except SpecrlError as error:
             log.error("checkpoint_not_saved", step=step, reason=str(error))  # the caller may not be waiting any more
             raise
@@ -340,7 +354,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         log.info("checkpoint_saved", step=step, seconds=round(seconds, 3))
         return trainer_pb2.SaveCheckpointReply(path=str(path), seconds=seconds)
 
-    def _prune_and_mirror(self, step: int, best_step: int, *, is_new: bool) -> None:
+    def _prune_and_mirror(self, step: int, best_step: int, is_new: bool) -> None:
         """Delete superseded checkpoints and copy the new one to the mirror. The save is complete only after that.
 
         best_step: step of a checkpoint that stays; 0: none. Raises StoreFailed, RunInvalid.

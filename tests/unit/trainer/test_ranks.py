@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from pathlib import Path
@@ -196,18 +197,28 @@ async def test_other_ranks_hear_of_rank_0_while_it_fetches_a_checkpoint(
     await second.close()
 
 
-async def test_a_rank_that_ends_while_rank_0_fetches_a_checkpoint_ends_the_trainer(
+def test_a_rank_that_ends_while_rank_0_fetches_a_checkpoint_ends_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The fetch went on, and the process waited for its thread."""
     spec = a_spec(tmp_path).model_copy(update={"checkpoint": Checkpoint(mirror=f"file://{tmp_path}/mirror")})
     control = FakeControl(others_outcome=1)
-    is_ended = threading.Event()
-    monkeypatch.setattr(LocalFileSystem, "exists", lambda *_, **__: is_ended.wait(20))
+    may_end, has_ended = threading.Event(), threading.Event()
+
+    def wait(*_arguments: Any, **_options: Any) -> bool:
+        may_end.wait(20)
+        has_ended.set()
+        return False
+
+    async def load() -> None:
+        await TrainerService(loaded(), spec, tmp_path / "run", "127.0.0.1", control).load_model()  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LocalFileSystem, "exists", wait)
     monkeypatch.setattr(service, "IDLE_CHECK_S", 0.02)
-    trainer = TrainerService(loaded(), spec, tmp_path / "run", "127.0.0.1", control)  # type: ignore[arg-type]
     with pytest.raises(RankLost):
-        await trainer.load_model()
-    is_ended.set()
+        asyncio.run(load())
+    assert not has_ended.is_set()
+    may_end.set()
 
 
 def test_unexpected_error_raises_rank_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import structlog
 from tests.integration.trainer.runs import a_batch, a_spec
 from tests.stand_ins.trainer_backend import StandInBackend
 
+from specrl.api.v1 import trainer_pb2
 from specrl.errors import (
     CheckpointInvalid,
     MemoryTooSmall,
@@ -31,11 +32,14 @@ from specrl.records import Batch, DrafterEpoch, TrainMetrics, WeightGroup, wire
 from specrl.rpc.clients import TrainerClient
 from specrl.rpc.server import start_server
 from specrl.spec.run import Checkpoint
+from specrl.trainer import main
+from specrl.trainer import service as service_module
 from specrl.trainer.checkpointing import checkpoints
 from specrl.trainer.ranks import RankLost
 from specrl.trainer.service import TrainerService
 from specrl.weights.group import BroadcastGroup
 from specrl.weights.stream import receive_version
+from specrl_operator.children.pods import STOP_S
 
 VOCAB = 16
 DEADLINE_S = 30.0
@@ -156,6 +160,42 @@ async def test_steps_are_trained_while_a_checkpoint_is_written_in_the_background
         with pytest.raises(VersionConflict, match="3, got step=2"):
             await second  # step 3 was trained before this save could start
     assert np.array_equal(np.load(checkpoints.step_directory(tmp_path, 1) / "policy.npy"), of_step_1)
+
+
+@pytest.mark.parametrize("slow", ["write_checkpoint", "score_rollouts"])
+async def test_close_does_not_wait_for_a_long_write_or_a_running_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """It waited for both without a limit, although the process has to end within a pod's grace period."""
+    monkeypatch.setattr(service_module, "SAVE_GRACE_S", 0.1)
+    monkeypatch.setattr(service_module, "CLOSE_GRACE_S", 0.1)
+    backend = CountingBackend()
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def wait(*_arguments: Any) -> None:
+        has_begun.set()
+        may_end.wait(DEADLINE_S)
+        raise StoreFailed("no space; free some")
+
+    service = TrainerService(backend, a_spec(tmp_path), tmp_path, "127.0.0.1")
+    await service.load_model()
+    monkeypatch.setattr(backend, slow, wait)
+    if slow == "write_checkpoint":
+        await service.SaveCheckpoint(trainer_pb2.SaveCheckpointRequest(step=0, in_background=True), None)
+        running = service._saving.completion  # type: ignore[union-attr]
+    else:
+        running = asyncio.create_task(service.Score(trainer_pb2.ScoreRequest(), None))
+    assert await asyncio.to_thread(has_begun.wait, DEADLINE_S)
+    await service.close()
+    assert not running.done()
+    may_end.set()
+    with pytest.raises(StoreFailed):
+        await running
+
+
+def test_a_trainer_ends_within_the_grace_period_of_its_pod() -> None:
+    waits = (main.GOODBYE_S, main.STOP_GRACE_S, service_module.SAVE_GRACE_S, service_module.CLOSE_GRACE_S)
+    assert sum(waits) < STOP_S
 
 
 async def test_a_failed_checkpoint_is_written_at_the_next_request(tmp_path: Path) -> None:
