@@ -9,6 +9,7 @@ from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from modulefinder import ModuleFinder
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -40,11 +41,27 @@ def _find_files(module: str, folder: str | None) -> list[Path]:
     if folder is None:
         installed = _find_installed(module)
         return [] if installed is None or installed.origin is None else [Path(installed.origin)]
-    finder = ModuleFinder(path=[folder])
-    with suppress(ImportError, SyntaxError, ValueError, OSError):  # reported when the function is tried
+    finder = _ImportFinder(path=[folder])
+    with suppress(ImportError):  # reported when the function is tried
         finder.import_hook(module)  # reads the code for its imports, and runs none of it
     names = [getattr(module, "__file__", None) for module in finder.modules.values()]  # built-in ones have none
     return sorted(Path(name) for name in names if name is not None and Path(name).is_relative_to(folder))
+
+
+class _ImportFinder(ModuleFinder):
+    """Finds imports as Python does. What it cannot read counts as not found, so that the rest is still searched."""
+
+    def import_module(self, partname: str, fqname: str, parent: Any) -> Any:
+        places = self.path if parent is None else parent.__path__
+        found = PathFinder.find_spec(partname, list(places)) if places else None
+        if found is not None and found.loader is None:
+            # A folder without __init__.py. It has no loader, for which ModuleFinder raises AttributeError.
+            package: Any = self.add_module(fqname)  # typeshed does not know `__path__`
+            package.__path__ = list(found.submodule_search_locations or [])
+            return package
+        with suppress(Exception):  # the code may be anything: too complex to parse, for example, which is a MemoryError
+            return super().import_module(partname, fqname, parent)
+        return None
 
 
 def _find_installed(module: str) -> ModuleSpec | None:

@@ -138,6 +138,40 @@ def test_a_changed_reward_function_is_recorded_with_the_step(folder: Path) -> No
     assert continue_with(now, collect(a_spec(folder)), 20).function_changes == now.function_changes
 
 
+@pytest.mark.parametrize("function", ["my_rewards:grade", "lib.helpers:score"])
+def test_a_folder_without_init_is_searched_like_a_package(folder: Path, function: str) -> None:
+    """The coordinator ended with an AttributeError at every start of a run whose function imported from one."""
+    (folder / "lib/deep").mkdir(parents=True)
+    (folder / "lib/helpers.py").write_text(
+        "from .deep import inner\nfrom lib.deep.other import x\nscore = inner.score\n"
+    )
+    (folder / "lib/deep/inner.py").write_text("def score(reference, completion):\n    return 1.0\n")
+    (folder / "lib/deep/other.py").write_text("x = 1\n")
+    (folder / "my_rewards.py").write_text("import lib.helpers as helpers\ngrade = helpers.score\n")
+    found = collect(a_spec(folder, rewards={"python": {"function": function, "folder": str(folder)}})).functions
+    imported = ["lib/deep/inner.py", "lib/deep/other.py", "lib/helpers.py"]
+    expected = [*imported, "my_rewards.py"] if function == "my_rewards:grade" else imported
+    assert [str(Path(path).relative_to(folder)) for path in found] == expected
+
+
+def test_a_folder_with_the_name_of_an_installed_package_does_not_matter(folder: Path) -> None:
+    """`import wandb` beside the `wandb` folder that an earlier run had written ended the coordinator, too."""
+    (folder / "wandb/run-1").mkdir(parents=True)
+    (folder / "my_rewards.py").write_text(f"import wandb\nfrom wandb import init\n{GRADE}")
+    found = collect(a_spec(folder)).functions
+    assert [Path(path).name for path in found] == ["helper.py", "my_rewards.py"]
+
+
+@pytest.mark.parametrize("code", [b"x = " + b"-" * 20000 + b"1", b"x = " + b"-" * 5000 + b"1", b"\0", b"def"])
+def test_a_module_that_cannot_be_parsed_hides_no_other(folder: Path, code: bytes) -> None:
+    """Python raises a MemoryError for source that is too complex, which ended the coordinator."""
+    (folder / "broken.py").write_bytes(code)
+    (folder / "my_rewards.py").write_text(f"try:\n    import broken\nexcept Exception:\n    pass\n{GRADE}")
+    found = collect(a_spec(folder)).functions
+    assert [Path(path).name for path in found] == ["helper.py", "my_rewards.py"]
+    collect(a_spec(folder, rewards={"python": {"function": "broken:grade", "folder": str(folder)}}))
+
+
 def test_an_installed_function_is_found_without_importing_it(folder: Path) -> None:
     found = collect(a_spec(folder, rewards={"python": {"function": "tests.run_files:a_run"}})).functions
     assert [Path(path).name for path in found] == ["run_files.py"]
