@@ -13,7 +13,7 @@ from specrl.rewards.checks import reference_cache, references
 from specrl.rewards.checks.reference_cache import ReferenceCache
 from specrl.rewards.checks.references import CheckedReference, ReferenceFinding, ReferencePool
 from specrl.rewards.verifier import Verifier
-from specrl.spec.data import ExactVerifier, MathVerifier, RewardPool, Rewards
+from specrl.spec.data import CodeVerifier, ExactVerifier, MathVerifier, RewardPool, Rewards
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -65,10 +65,14 @@ async def test_every_reference_is_checked_despite_those_that_hang_or_crash(pool:
     assert [it.is_certain for it in (blamed, raised, hung, died, filled)] == [True, True, False, False, False]
 
 
-async def test_a_reference_is_refused_for_its_solution(pool: ReferencePool) -> None:
-    """A program's reference is checked by running the data set's own solution, which needs a call of its own."""
-    found = await pool.check_one(CheckedReference("1", "blame the reference"), hostile_of(pool))
-    assert found == ReferenceFinding("the reference must be better")
+@pytest.mark.parametrize("solution", ["blame the reference", "raise"])
+async def test_a_reference_is_refused_for_its_solution(pool: ReferencePool, solution: str) -> None:
+    """A program's reference is checked by running the data set's own solution, which needs a call of its own.
+
+    The refusal was cached: a solution that was too slow once was refused in all later runs, too."""
+    found = await pool.check_one(CheckedReference("1", solution), hostile_of(pool))
+    assert "the reference must be" in found.refusal
+    assert not found.is_certain
 
 
 REWARDS = Rewards(exact=ExactVerifier())
@@ -91,6 +95,18 @@ def test_cached_results_are_used_only_by_the_same_verifier(cache_folder: Path) -
         (REWARDS, RewardPool(timeout_s=60)),
     ]
     assert all(not ReferenceCache(*other).refusals for other in others)
+
+
+def test_cached_results_are_not_used_after_a_change_of_the_packages(cache_folder: Path) -> None:
+    """Tests that use NumPy were refused in every later run, too, after NumPy had been installed."""
+    packages = cache_folder / "packages"
+    packages.mkdir()
+    rewards = Rewards(code=CodeVerifier(packages=str(packages)))
+    (packages / "numpy").mkdir()
+    ReferenceCache(rewards, LIMITS).add_refusals({"a": ""})
+    assert ReferenceCache(rewards, LIMITS).refusals == {"a": ""}
+    (packages / "numpy/core.py").write_text("")
+    assert not ReferenceCache(rewards, LIMITS).refusals
 
 
 def test_the_digest_of_a_verifier_needs_no_package_that_an_installation_may_lack() -> None:

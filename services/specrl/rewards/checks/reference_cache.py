@@ -2,9 +2,9 @@
 
     $SPECRL_CACHE_DIR/references/DIGEST.jsonl      one line per reference: [key, why it is refused or ""]
 
-The digest covers the verifier's section, its limits, and the code and libraries that grade. So a file never holds
-results of another verifier or version. Each reference has its own entry: after a corrected record or an interrupted
-check, only the missing references are checked.
+The digest covers the verifier's section, its limits, the code and libraries that grade, and the files of the packages
+that programs may import. So a file never holds results of another verifier or version. Each reference has its own
+entry: after a corrected record or an interrupted check, only the missing references are checked.
 Invariant: the cache may be deleted at any time, and I/O errors only make it smaller. Several processes may append to
 one file, since each batch is a single write.
 """
@@ -16,6 +16,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -79,4 +80,9 @@ def _digest_verifier(section: VerifierSection, limits: RewardPool) -> str:
         known.update(f"\0{source.relative_to(package)}\0".encode() + source.read_bytes())
     for library in _LIBRARIES:
         known.update(f"\0{library} {metadata.version(library)}".encode())
+    if section.code is not None and section.code.packages is not None:
+        for path in sorted(Path(section.code.packages).rglob("*")):
+            with suppress(OSError):
+                found = path.lstat()
+                known.update(f"\0{path}\0{found.st_size}\0{found.st_mtime_ns}".encode(errors="surrogateescape"))
     return known.hexdigest()[:32]

@@ -1,8 +1,9 @@
 """Check the references of a data set before the run, in worker processes that may hang or crash.
 
 Called by `coordinator/rollouts/checked_prompts.py`. Invariant: every reference that the verifier cannot use is known
-before anything is generated. A reference that makes its worker hang or crash is refused like a malformed one. But only
-a malformed one is certain to be refused again, so only that result is cached (`reference_cache.py`).
+before anything is generated. A reference that makes its worker hang or crash, or that fails in a sandbox, is refused
+like a malformed one. But only a malformed one is certain to be refused again, so no other refusal is cached
+(`reference_cache.py`).
 
     chunk of references --results after 1 s--> done; the unchecked rest becomes a chunk again
                         --hangs or crashes---> each reference alone --hangs or crashes--> refused, uncertain
@@ -110,16 +111,20 @@ def _check_chunk(verifier: Verifier, references: Iterable[CheckedReference], tur
 
 
 def _check_reference(verifier: Verifier, reference: CheckedReference) -> ReferenceFinding:
+    is_read = False
     try:
         verifier.check_reference(reference.text)
+        is_read = True
         verifier.try_reference(*reference)
     except VerifierFailed as error:
-        return ReferenceFinding(str(error))
+        # A trial runs programs. A busy machine, or a package that is missing now, may be why they failed.
+        return ReferenceFinding(str(error), is_certain=not is_read)
     except Ungraded:
         return ReferenceFinding("", is_certain=False)
     except MemoryError:
         raise  # the worker exits then, and the pool's message names memoryMib
     except Exception as error:  # noqa: BLE001 - without an answer, only the reference can make a library raise
         fault = f"{type(error).__name__}: {error!s:.200}"
-        return ReferenceFinding(f"the reference must be one that the verifier can read, got {fault}")
+        rule = f"the reference must be one that the verifier can read, got {fault}"
+        return ReferenceFinding(rule, is_certain=not is_read)
     return ReferenceFinding("")
