@@ -63,7 +63,7 @@ def print_simulation(  # noqa: PLR0913, PLR0917 - one parameter for each option
     from specrl.simulator.pages import tables
     from specrl.simulator.simulate import simulate_scenario as simulated
 
-    scenario, measured = _read_scenario(source, overrides, calibration, cluster)
+    scenario, measured, _ = _read_scenario(source, overrides, calibration, cluster)
     # Twice: with speculation and without.
     with _progress_bar("simulating", 2 * scenario.schedule.steps) as advance:
         outcome = simulated(scenario, measured, lambda _: advance())
@@ -94,9 +94,9 @@ def print_plan(  # noqa: PLR0913, PLR0917 - the same
     from specrl.simulator.pages import tables
     from specrl.simulator.search import find_best_layout
 
-    scenario, measured = _read_scenario(source, overrides, calibration, cluster)
+    scenario, measured, is_run = _read_scenario(source, overrides, calibration, cluster)
     with _progress_bar("searching", None) as advance:
-        advice = find_best_layout(scenario, measured, max_lag, lambda _, total: advance(total))
+        advice = find_best_layout(scenario, measured, max_lag, lambda _, total: advance(total), can_colocate=not is_run)
     title = f"{scenario.name}, planned"
     table = tables.advice_table(advice)
     told = tables.advice_sentences(advice)
@@ -122,8 +122,11 @@ def _require_plan_extra() -> None:
 
 def _read_scenario(
     source: str, overrides: list[str], calibrations: list[Path], cluster: Path | None
-) -> tuple[Scenario, RunCalibration | None]:
-    """Read the scenario and calibration that the arguments name. Raises SpecInvalid with every problem."""
+) -> tuple[Scenario, RunCalibration | None, bool]:
+    """Read the scenario and calibration that the arguments name, and tell whether the source is a run file or RLJob.
+
+    Raises SpecInvalid with every problem.
+    """
     from specrl.simulator.costs.measured import read_calibrations
     from specrl.simulator.scenarios.from_run import scenario_from_run
     from specrl.simulator.scenarios.scenario_file import find_scenario, parse_scenario, read_mapping
@@ -132,12 +135,13 @@ def _read_scenario(
     measured = read_calibrations(calibrations) if calibrations else None
     raw = read_mapping(file)
     # A scenario has no section `trainer`, and every run file has.
-    if is_rljob(raw) or "trainer" in raw:
+    is_run = is_rljob(raw) or "trainer" in raw
+    if is_run:
         given = read_mapping(cluster) if cluster is not None else None
         raw = scenario_from_run(load_spec(file), measured, given)
     elif cluster is not None:
         raw["cluster"] = read_mapping(cluster)
-    return parse_scenario(raw, overrides), measured
+    return parse_scenario(raw, overrides), measured, is_run
 
 
 def _write_outcome(out: Path, outcome: Any, measured: RunCalibration | None) -> None:

@@ -103,21 +103,30 @@ def find_best_layout(
     calibration: RunCalibration | None = None,
     max_lag: int | None = None,
     tick: SearchProgress | None = None,
+    *,
+    can_colocate: bool = True,
 ) -> LayoutAdvice:
     """Simulate every layout and return the best. Raises SpecInvalid when today's own layout is impossible.
 
-    max_lag: largest policy lag to consider; None: that of the scenario.
+    max_lag: largest policy lag to consider; None: that of the scenario. can_colocate: whether generation and training
+    may share GPUs, which specrl's own runs never do.
     """
     today = _with_few_steps(scenario)
     now = TriedLayout(today, simulate_means(today, calibration))
-    candidates = list(_candidate_layouts(today, scenario.schedule.max_policy_lag if max_lag is None else max_lag))
+    if max_lag is None:
+        max_lag = scenario.schedule.max_policy_lag
+    allowed = _with_lag(today, min(max_lag, today.schedule.max_policy_lag))
+    candidates = list(_candidate_layouts(allowed, max_lag, can_colocate=can_colocate))
     tried: list[TriedLayout] = []
     for number, candidate in enumerate(candidates, 1):
         with suppress(SpecInvalid):  # the layout breaks a rule or does not fit into memory
             tried.append(TriedLayout(candidate, simulate_means(candidate, calibration)))
         if tick is not None:
             tick(number, len(candidates))
-    best = min(tried, key=lambda one: one.means.step_s)  # not empty: today's layout is among the candidates
+    impossible = len(candidates) - len(tried)
+    if not tried:  # no layout has room for the longest draft considered; today's has room for its own
+        tried.append(TriedLayout(allowed, simulate_means(allowed, calibration)))
+    best = min(tried, key=lambda one: one.means.step_s)
     prepared = prepare_scenario(best.scenario, calibration)
     low, high = _gain_quantiles(today, best.scenario, calibration)
     lengths: list[tuple[int, int, int]] = []
@@ -131,7 +140,7 @@ def find_best_layout(
         today=now,
         best=best,
         layouts_tried=len(candidates),
-        layouts_impossible=len(candidates) - len(tried),
+        layouts_impossible=impossible,
         draft_lengths=lengths,
         gain=now.means.step_s / best.means.step_s,
         gain_low=low,
@@ -147,7 +156,11 @@ def _with_few_steps(scenario: Scenario) -> Scenario:
     return scenario.with_fields(schedule={"steps": 2 * (scenario.schedule.max_policy_lag + 2)})
 
 
-def _candidate_layouts(today: Scenario, max_lag: int) -> Iterator[Scenario]:
+def _with_lag(scenario: Scenario, lag: int) -> Scenario:
+    return _with_few_steps(scenario.with_fields(schedule={"max_policy_lag": lag}))
+
+
+def _candidate_layouts(today: Scenario, max_lag: int, *, can_colocate: bool) -> Iterator[Scenario]:
     """Yield today's layout with k chosen by batch, then every other layout that the GPUs allow."""
     speculation = today.speculation
     changes: dict[str, object] = {}
@@ -162,7 +175,7 @@ def _candidate_layouts(today: Scenario, max_lag: int) -> Iterator[Scenario]:
     total = today.cluster.gpus
     if today.cluster.gpu is None:
         for lag in range(max_lag + 1):
-            yield _with_few_steps(adaptive.with_fields(schedule={"max_policy_lag": lag}))
+            yield _with_lag(adaptive, lag)
         return
     for width in TENSOR_WIDTHS:
         # Experts are divided among whole groups of tensor parallelism, so the width must divide expert parallelism.
@@ -170,16 +183,18 @@ def _candidate_layouts(today: Scenario, max_lag: int) -> Iterator[Scenario]:
             continue
         wide = adaptive.with_fields(layout={"tensor_parallel": width})
         size = wide.layout.gpus_per_replica
-        together = {"colocated": True, "generation_gpus": total, "training_gpus": total}
-        # Colocated: the GPUs take turns, so no rollout can be sampled while the trainer works.
-        yield _with_few_steps(wide.with_fields(layout=together, schedule={"max_policy_lag": 0}))
+        if can_colocate:
+            together = {"colocated": True, "generation_gpus": total, "training_gpus": total}
+            # The GPUs take turns, so no rollout can be sampled while the trainer works.
+            yield _with_lag(wide.with_fields(layout=together), 0)
         for share in GENERATION_SHARES:
             generating = round(share * total / size) * size  # whole replicas only
             if not 0 < generating < total:
                 continue
             split = {"colocated": False, "generation_gpus": generating, "training_gpus": total - generating}
-            for lag in range(1, max_lag + 1):
-                yield _with_few_steps(wide.with_fields(layout=split, schedule={"max_policy_lag": lag}))
+            # With GPUs of its own, generation gains from lag 1. So lag 0 is tried only where 1 is not allowed.
+            for lag in range(min(1, max_lag), max_lag + 1):
+                yield _with_lag(wide.with_fields(layout=split), lag)
 
 
 def _gain_quantiles(today: Scenario, best: Scenario, calibration: RunCalibration | None) -> tuple[float, float]:
