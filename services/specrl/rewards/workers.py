@@ -23,7 +23,7 @@ machine is too busy to measure the question. Each wait has a bound:
   that a question can take, plus `_GRACE_S`.
 
 Pebble breaks its pool when an idle worker dies (pebble 5.2, `find_expired_task`). The pool is replaced then, too, and
-the question is asked again.
+the question is asked again. So are all other questions of a pool that is replaced.
 
 Workers are forked from a fork server. It starts as a fresh process, so it never inherits gRPC's threads. It has
 imported what workers need, so a replacement starts in milliseconds. Workers ignore Ctrl-C from their first instruction
@@ -189,7 +189,7 @@ class WorkerPool[Work: WorkerSetup]:
                 return None
             awaited = asyncio.wrap_future(future)
             try:
-                failure = await self._wait_for_answer(awaited, spent)
+                failure = await self._wait_for_answer(pool, awaited, spent)
                 if failure is not None:
                     if not spent.has_begun:  # no worker took the question within _START_S: the pool itself is stuck
                         await self._discard_pool(pool)
@@ -212,12 +212,19 @@ class WorkerPool[Work: WorkerSetup]:
                 future.cancel()  # type: ignore[no-untyped-call] # if the question still runs, pebble ends its worker
                 awaited.cancel()  # otherwise asyncio logs that the exception was never retrieved
 
-    async def _wait_for_answer(self, awaited: asyncio.Future[object], spent: QuestionTime) -> WorkerAnswer | None:
-        """Wait for the answer. Returns the failure if the question's time is up first, else None."""
+    async def _wait_for_answer(
+        self, pool: pebble.ProcessPool, awaited: asyncio.Future[object], spent: QuestionTime
+    ) -> WorkerAnswer | None:
+        """Wait for the answer. Returns the failure if the question's time is up first, else None.
+
+        Raises BrokenProcessPool if another question has replaced the pool meanwhile.
+        """
         limit_s = self._limits.timeout_s
         queued_s = time.monotonic()
         left_s = float(limit_s)
         while not (await asyncio.wait({awaited}, timeout=min(_POLL_S, left_s)))[0]:
+            if self._pool is not pool:  # a stopped pool may never resolve the futures that it has left
+                raise BrokenProcessPool
             elapsed_s, waited_s = spent.measure_seconds()
             if not spent.has_begun and time.monotonic() - queued_s > _START_S:
                 reason = f"no {self.noun} worker was ready within {_START_S} s"

@@ -171,6 +171,24 @@ async def test_an_idle_worker_that_dies_costs_no_verdict(pool: VerifierPool) -> 
     assert not pool.failures
 
 
+async def test_a_pool_that_is_replaced_costs_no_other_verdict(hostile: Verifier, tmp_path: Path) -> None:
+    """Right answers whose grading had begun got 0 for a timeout when another question found the pool stuck."""
+    marker = tmp_path / "marker"
+    async with VerifierPool(hostile, RewardPool(workers=1, timeout_s=20)) as pool:
+        grading = asyncio.create_task(pool.grade(PROMPT, f"hang once {marker}"))
+        while not marker.exists():  # noqa: ASYNC110 - another process writes it
+            await asyncio.sleep(0.01)
+        # What a question does that no worker takes. Pebble's threads end in any order: in this one futures are left.
+        stuck = pool._pool
+        assert stuck is not None
+        assert stuck._message_manager_loop is not None
+        stuck.stop()  # type: ignore[no-untyped-call]
+        stuck._message_manager_loop.join()
+        await pool._discard_pool(stuck)
+        assert (await grading).value == 1.0
+        assert not pool.failures
+
+
 async def test_a_cancelled_verdict_frees_its_worker(pool: VerifierPool) -> None:
     task = asyncio.create_task(pool.grade(PROMPT, "hang"))
     await asyncio.sleep(0)
