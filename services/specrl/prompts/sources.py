@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, NamedTuple, cast
 
 import xxhash
 
@@ -127,7 +127,7 @@ class ProblemSource:
         """
         named = [self.make_fault(index, text) for index, text in faults.items()]
         kept = self.select_problems([index for index in range(len(self)) if index not in faults])
-        return _check_left_out(replace(kept, skipped=(*self.skipped, *map(str, named))), named)
+        return _check_problems(replace(kept, skipped=(*self.skipped, *map(str, named))), named)
 
 
 def open_problem_source(
@@ -140,11 +140,11 @@ def open_problem_source(
     keeps_rows: whether problems keep all columns in memory, for a verifier that may ask for them.
     """
     if source.jsonl is not None:
-        found = _read_file(source.jsonl, _read_jsonl_rows(source.jsonl.path, source.jsonl.fields.answer), keeps_rows)
+        found = _read_source(source.jsonl, _read_jsonl_rows(source.jsonl.path, source.jsonl.fields.answer), keeps_rows)
     elif source.parquet is not None:
         file = source.parquet
         rows = read_table_rows(file.path, TableFormat.PARQUET, file.fields, keeps_rows)
-        found = _read_file(file, rows, keeps_rows)
+        found = _read_source(file, rows, keeps_rows)
     elif source.dataset is not None:
         found = _read_data_set(source.dataset, keeps_rows)
     elif source.generated is not None:
@@ -190,8 +190,15 @@ def _format_ranges(numbers: Sequence[int]) -> str:
     return f"{shown} and {left} more" if left else shown
 
 
-def _check_left_out(source: ProblemSource, faults: Sequence[ProblemFault]) -> ProblemSource:
-    """Return a source that has left out problems with these faults. Raises DatasetInvalid if it must not."""
+def _check_problems(source: ProblemSource, faults: Sequence[ProblemFault]) -> ProblemSource:
+    """Return a source that has left out problems with these faults. Raises DatasetInvalid if it must not, or is empty.
+
+    Called for a whole source: one of several files may be empty, or have no valid problem.
+    """
+    if not source.problems and not faults:
+        raise DatasetInvalid(
+            f"{source.name}: must have at least one problem, got an empty data set; check that it is the right one"
+        )
     if faults and not source.can_skip:
         raise DatasetInvalid(summarise_faults(f"{source.name}: every problem must be valid", faults, source.remedy))
     if faults and not source.problems:
@@ -215,23 +222,45 @@ def _generate_problems(source: GeneratedSource, exclude: Collection[str]) -> Pro
     )
 
 
-def _read_file(source: FileSource, rows: Iterator[NumberedRow], keeps_rows: bool) -> ProblemSource:
-    path = Path(source.path)
+class _FileRecords(NamedTuple):
+    """The valid problems of a file, the line or row of each, and the faults of the others."""
+
+    problems: list[DatasetProblem]
+    numbers: list[int]
+    faults: list[ProblemFault]
+
+
+def _read_source(source: FileSource, rows: Iterator[NumberedRow], keeps_rows: bool) -> ProblemSource:
+    found = _read_file(source.path, source.fields, rows, keeps_rows)
+    return _check_problems(
+        ProblemSource(
+            str(Path(source.path)),
+            found.problems,
+            found.numbers,
+            can_skip=source.on_bad_line is OnBadLine.SKIP,
+            skipped=tuple(map(str, found.faults)),
+        ),
+        found.faults,
+    )
+
+
+def _read_file(name: str, fields: FieldMapping, rows: Iterator[NumberedRow], keeps_rows: bool) -> _FileRecords:
+    path = Path(name)
     if not path.is_file():
         raise DatasetInvalid(
             f"{path}: must be a readable file, got {_describe_path(path)}; check the path in the run file"
         )
     problems: list[DatasetProblem] = []
     numbers: list[int] = []
-    faults: list[ProblemFault] = []  # all faults of the file are reported at once
+    faults: list[ProblemFault] = []  # all faults are reported at once
     room_bytes = available_memory_bytes() // 2  # a file of some KB may hold a thousand times as much
     try:
         for number, record in rows:
-            wrong = [record] if isinstance(record, str) else list(record.find_faults(source.fields))
+            wrong = [record] if isinstance(record, str) else list(record.find_faults(fields))
             faults += [ProblemFault(str(path), number, text) for text in wrong]
             room_bytes -= measure_memory(wrong)
             if not wrong and isinstance(record, DatasetRecord):
-                problem = record.to_problem(source.fields, keeps_rows)
+                problem = record.to_problem(fields, keeps_rows)
                 room_bytes -= measure_memory(problem)
                 problems.append(problem)
                 numbers.append(number)
@@ -244,12 +273,7 @@ def _read_file(source: FileSource, rows: Iterator[NumberedRow], keeps_rows: bool
         raise DatasetInvalid(
             f"{path}: must be a readable file, got {error.strerror or error}; check its permissions"
         ) from error
-    if not problems and not faults:
-        raise DatasetInvalid(f"{path}: must have at least one problem, got an empty data set; check the path")
-    can_skip = source.on_bad_line is OnBadLine.SKIP
-    return _check_left_out(
-        ProblemSource(str(path), problems, numbers, can_skip, skipped=tuple(map(str, faults))), faults
-    )
+    return _FileRecords(problems, numbers, faults)
 
 
 def _read_data_set(source: HubSource, keeps_rows: bool) -> ProblemSource:
@@ -260,21 +284,24 @@ def _read_data_set(source: HubSource, keeps_rows: bool) -> ProblemSource:
             f"{name}: must have been fetched before it is read, got no files; start it with `specrl run`, or fetch it "
             "with `specrl fetch` and name its files"
         )
-    parts = [
-        _read_file(FileSource(path=path, fields=source.fields, on_bad_line=source.on_bad_line), rows, keeps_rows)
-        for path in source.files
-        for rows in [_read_rows(path, source.fields, keeps_rows)]
-    ]
-    problems = [problem for part in parts for problem in part.problems]
-    skipped = tuple(fault for part in parts for fault in part.skipped)
     can_skip = source.on_bad_line is OnBadLine.SKIP
-    return ProblemSource(
-        f"{name}:{source.split}",
-        problems,
-        range(1, len(problems) + 1),
-        can_skip,
-        skipped=skipped,
-        revision=source.revision or "",
+    parts: list[_FileRecords] = []
+    for path in source.files:
+        parts.append(_read_file(path, source.fields, _read_rows(path, source.fields, keeps_rows), keeps_rows))
+        if parts[-1].faults and not can_skip:
+            break  # with a wrong name of a column, every record of a large data set would have a fault
+    problems = [problem for part in parts for problem in part.problems]
+    faults = [fault for part in parts for fault in part.faults]
+    return _check_problems(
+        ProblemSource(
+            f"{name}:{source.split}",
+            problems,
+            range(1, len(problems) + 1),
+            can_skip,
+            skipped=tuple(map(str, faults)),
+            revision=source.revision or "",
+        ),
+        faults,
     )
 
 

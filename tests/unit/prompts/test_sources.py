@@ -19,7 +19,7 @@ from specrl.prompts import sources, table_rows
 from specrl.prompts.columns import DatasetProblem
 from specrl.prompts.json_lists import read_json_rows
 from specrl.prompts.sources import open_problem_source
-from specrl.spec.data import FieldMapping, FileSource, GeneratedSource, OnBadLine, PromptSource
+from specrl.spec.data import FieldMapping, FileSource, GeneratedSource, HubSource, OnBadLine, PromptSource
 
 
 def jsonl(tmp_path: Path, *lines: str | bytes, **fields: str) -> PromptSource:
@@ -226,6 +226,31 @@ def test_a_missing_file_a_folder_and_an_empty_file_have_different_messages(tmp_p
             open_problem_source(PromptSource(jsonl=FileSource(path=str(path))))
     with pytest.raises(DatasetInvalid, match="an empty data set"):
         open_problem_source(jsonl(tmp_path, "", ""))
+
+
+def a_data_set(tmp_path: Path, on_bad_line: OnBadLine, **files: str) -> PromptSource:
+    for name, content in files.items():
+        (tmp_path / f"{name}.jsonl").write_text(content)
+    paths = tuple(str(tmp_path / f"{name}.jsonl") for name in files)
+    return PromptSource(dataset=HubSource(name="team/data", files=paths, on_bad_line=on_bad_line))
+
+
+BAD_LINES = '{"question": "a"}\n' * 2
+
+
+@pytest.mark.parametrize(("on_bad_line", "other"), [(OnBadLine.FAIL, ""), (OnBadLine.SKIP, BAD_LINES)])
+def test_a_data_set_may_have_files_without_problems(tmp_path: Path, on_bad_line: OnBadLine, other: str) -> None:
+    """One shard without rows, or with malformed ones alone, made the whole data set unusable."""
+    found = open_problem_source(a_data_set(tmp_path, on_bad_line, a=other, b=record("b", "1"), c=other))
+    assert [problem.question for problem in found.problems] == ["b"]
+    assert len(found.skipped) == 2 * len(other.splitlines())  # the files a and c
+    with pytest.raises(DatasetInvalid, match=r"team/data:train: .*at least one problem"):
+        open_problem_source(a_data_set(tmp_path, on_bad_line, a=other, b=other))
+
+
+def test_malformed_records_of_a_data_set_are_named_by_file(tmp_path: Path) -> None:
+    with pytest.raises(DatasetInvalid, match=r"team/data:train: every problem .* got 2 faults(.|\n)*b\.jsonl:1 to 2: "):
+        open_problem_source(a_data_set(tmp_path, OnBadLine.FAIL, a=record(), b=BAD_LINES))
 
 
 def test_parquet_reads_the_same_problems_as_jsonl(tmp_path: Path) -> None:
