@@ -35,7 +35,8 @@ def write_pages(document: ReportDocument, out: Path, name: str = "report") -> li
     out: a folder, which gets NAME.html and NAME.md; or a file that ends in .html or .md, with the other one beside it.
     """
     base = out.with_suffix("") if out.suffix in PAGES else out / name
-    pages = {base.with_suffix(".html"): render_html(document), base.with_suffix(".md"): render_markdown(document)}
+    # The suffix is appended: the name of a run or file may have dots of its own.
+    pages = {Path(f"{base}.html"): render_html(document), Path(f"{base}.md"): render_markdown(document)}
     if out.suffix not in PAGES and out.is_file():
         raise RunInvalid(f"--out must be a folder, or a file that ends in .html or .md, got {out}; choose one of these")
     try:

@@ -324,6 +324,19 @@ def test_out_chooses_where_both_pages_are_written(tmp_path: Path) -> None:
         assert {path.stem for path in folder.iterdir() if path.suffix in render.PAGES} == {names}
 
 
+def test_dots_in_the_name_of_a_run_or_page_are_kept(tmp_path: Path) -> None:
+    """Comparisons with the runs lr1.0e-6 and lr1.5e-6 were written to one file, and `--out v1.2.html` to v1.html."""
+    directory = a_folder(tmp_path / "runs")
+    for name in ("lr1.0e-6", "lr1.5e-6"):
+        other = a_folder(tmp_path / "runs").path.rename(tmp_path / name)
+        assert report(directory.path, other, "--out", tmp_path).exit_code == 0
+    assert report(directory.path, "--out", tmp_path / "v1.2.html").exit_code == 0
+    names = ("report-with-lr1.0e-6", "report-with-lr1.5e-6", "v1.2")
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {
+        f"{name}{page}" for name in names for page in render.PAGES
+    }
+
+
 def test_ten_thousand_steps_make_a_page_of_ordinary_size(tmp_path: Path) -> None:
     directory = a_folder(tmp_path / "runs", [a_step(step) for step in range(1, 10_001)])
     assert report(directory.path).exit_code == 0
