@@ -330,9 +330,10 @@ class VerifierFailed(SpecrlError, RuntimeError):
 
 
 class ToolFailed(SpecrlError, RuntimeError):
-    """A tool crashed, hung, or answered with something that is not text. Its rollout is sampled again.
+    """A tool raised or returned no text, which the policy reads. Or no worker of it can start, which ends the run.
 
-    Remedy: correct the tool. A policy's wrong call is not this error, but an output that the policy reads.
+    Remedy: correct the tool. For failures that no call can cause it should raise `specrl.rewards.Ungraded`; the rollout
+    is then sampled again.
     """
 
 
