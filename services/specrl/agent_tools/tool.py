@@ -20,6 +20,10 @@ from specrl.rewards.sandbox.confine import CannotConfine
 from specrl.rewards.verifier import SandboxChoice, Ungraded, WorkerSetup
 from specrl.spec.tools import Tools
 
+_CHARACTERS_PER_TOKEN = 64
+"""Characters of a function's output that are kept for each token of maxOutputTokens. A token of text has about 4; only
+output of long runs of one character may keep fewer tokens than maxOutputTokens."""
+
 
 class Tool(WorkerSetup, Protocol):
     """Answers calls, in other processes."""
@@ -61,9 +65,14 @@ class PythonInterpreter(Tool):
 
 @dataclass(frozen=True)
 class FunctionTool(Tool):
-    """Calls a user's function, which takes (reference, completion, call) and returns text."""
+    """Calls a user's function, which takes (reference, completion, call) and returns text.
+
+    most_characters: the middle of a longer output is cut out here, in the worker. The coordinator tokenizes outputs on
+    its event loop, which a page of some MB would stop for seconds.
+    """
 
     function: UserFunction
+    most_characters: int
 
     def prepare_worker(self) -> None:
         self.function.prepare_worker()
@@ -78,7 +87,10 @@ class FunctionTool(Tool):
             raise ToolFailed(f"{name} must return, got {describe_exception(error)}") from error
         if not isinstance(output, str):
             raise ToolFailed(f"{name} must return text, got {type(output).__name__}; return what the policy reads")
-        return output
+        if len(output) <= self.most_characters:
+            return output
+        half = self.most_characters // 2
+        return output[:half] + output[-half:]
 
 
 def tool_for(tools: Tools) -> Tool:
@@ -87,5 +99,6 @@ def tool_for(tools: Tools) -> Tool:
         return PythonInterpreter(SandboxOptions.from_section(tools.answered_by.code, "tools.answeredBy.code"))
     if tools.answered_by.python is not None:
         section = tools.answered_by.python
-        return FunctionTool(UserFunction(section.function, section.folder, "tools.answeredBy.python"))
+        function = UserFunction(section.function, section.folder, "tools.answeredBy.python")
+        return FunctionTool(function, _CHARACTERS_PER_TOKEN * tools.max_output_tokens)
     raise ValueError("tools.answeredBy must have exactly one of code, python, got none; name one")

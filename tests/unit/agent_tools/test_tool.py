@@ -28,6 +28,8 @@ def answer(reference, completion, call):
         raise KeyError("no")
     if call == "nothing":
         return None
+    if call == "page":
+        return "first" + 10**5 * " word" + "last"
     if call == "ungraded":
         raise Ungraded("the shop is away")
     if call.startswith("killed once "):
@@ -176,6 +178,17 @@ async def test_a_failure_that_no_call_can_cause_gives_no_output(function: Tools)
         assert (await pool.answer_call(PROMPT, "", "killed once ")).text == "alive", (
             "somebody else killed the first worker"
         )
+
+
+@pytest.mark.parametrize("most_tokens", [1, 256])
+def test_a_long_output_of_a_function_loses_its_middle_in_the_worker(function: Tools, most_tokens: int) -> None:
+    """The whole of it was tokenized on the coordinator's event loop: a page of some MB stopped it for seconds."""
+    tool = tool_for(function.model_copy(update={"max_output_tokens": most_tokens}))
+    page = tool.answer_call("", "", "page")
+    assert len(page) == 64 * most_tokens
+    assert page.startswith("first word")
+    assert page.endswith("word wordlast")
+    assert tool.answer_call("", "", "short") == "short is wrong after 0 characters"
 
 
 def test_a_tool_that_cannot_answer_is_refused_before_the_run(function: Tools) -> None:
