@@ -16,6 +16,7 @@ DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo"
 RUN_FILE = DEMO / "run.yaml"
 SPECRL = Path(sys.executable).with_name("specrl")
 GLANCE_S = 1.0
+SETTINGS = "settings"  # file in a folder of runs: what identifies the settings of the runs there
 
 
 class Failed(Exception):
@@ -67,12 +68,12 @@ def run(
     trained: called every second with the number of steps that the run has trained. Raises Failed.
     """
     wanted = digest_spec(load_spec(run_file, overrides_of(fields)))
-    found = finished(runs, wanted)
+    found = find_finished(runs) if read_settings(runs) == wanted else None
     if found is None:
-        shutil.rmtree(runs, ignore_errors=True)
+        clear_runs(runs, wanted)
         log = runs.with_suffix(".log")
         call(begin(fields, runs, "run", run_file=run_file), log, lambda: trained(_steps(runs)))
-        found = finished(runs, wanted)
+        found = find_finished(runs)
         if found is None:
             raise Failed(f"no finished run; see {log}")
         for unread in ("checkpoints", "export"):  # tens of MB per run
@@ -94,11 +95,26 @@ def make_drafter(policy: Path, out: Path, look: Callable[[], None] = lambda: Non
     return drafter
 
 
-def finished(runs: Path, wanted: str) -> Path | None:
-    """Find the finished run below `runs` whose run file has this digest."""
+def read_settings(runs: Path) -> str:
+    """Return what identifies the settings of the runs in a folder; empty if nothing does."""
+    file = runs / SETTINGS
+    return file.read_text(encoding="utf-8") if file.exists() else ""
+
+
+def clear_runs(runs: Path, settings: str) -> None:
+    """Empty a folder for a run with these settings.
+
+    The run's own file cannot tell later what was asked for: `specrl run` replaces names on the hub by folders.
+    """
+    shutil.rmtree(runs, ignore_errors=True)
+    runs.mkdir(parents=True)
+    (runs / SETTINGS).write_text(settings, encoding="utf-8")
+
+
+def find_finished(runs: Path) -> Path | None:
+    """Return the finished run in a folder; None if there is none."""
     for status in runs.glob("*/status.json"):
-        is_finished = json.loads(status.read_text(encoding="utf-8"))["phase"] == Phase.FINISHED
-        if is_finished and digest_spec(load_spec(status.parent / "run.yaml")) == wanted:
+        if json.loads(status.read_text(encoding="utf-8"))["phase"] == Phase.FINISHED:
             return status.parent
     return None
 
