@@ -213,8 +213,10 @@ PROJECTED = (
 )
 
 Middle = Callable[[Iterable[float]], float]
-Steps = dict[tuple[int, int], StepReport]
-"""The measured steps of one row by (round, step)."""
+Place = tuple[int, int]
+"""Round and step."""
+Steps = dict[Place, StepReport]
+"""The measured steps of one row."""
 
 
 @dataclass(frozen=True)
@@ -236,6 +238,7 @@ class Row:
     name: str
     says: str
     steps: int
+    """Steps that the row and its reference both have. All figures are of these."""
     generation: Ratio | None
     per_token: Ratio | None
     step: Ratio | None
@@ -281,11 +284,14 @@ def ratio(
 def row_of(workload: Workload, configuration: Configuration, found: Mapping[str, Steps]) -> Row:
     """Make a row of the table. found: steps by row name, with those of this row and of its reference.
 
+    All figures are of the steps that both have: another round has other prompts and another state of the machine.
+
     With a policy lag, steps that find their rollouts ready alternate with steps that waited. So the mean of both kinds
     is used, and exposed generation, which is 0 for one kind, is given as a share and not as a ratio.
     """
-    own = found[configuration.name]
-    reference = found[configuration.reference]
+    places = _common_places(configuration, found)
+    own = {place: found[configuration.name][place] for place in places}
+    reference = {place: found[configuration.reference][place] for place in places}
     reports = list(own.values())
     is_synchronous = configuration.lag == 0
     middle: Middle = median if is_synchronous else mean
@@ -316,9 +322,13 @@ def row_of(workload: Workload, configuration: Configuration, found: Mapping[str,
 
 
 def rows_of(workload: Workload, found: Mapping[str, Steps]) -> list[Row]:
-    """Make the rows in the order of `CONFIGURATIONS`. A row without steps, or whose reference has none, is left out."""
-    known = {name: steps for name, steps in found.items() if steps}
-    return [row_of(workload, c, known) for c in CONFIGURATIONS if c.name in known and c.reference in known]
+    """Make the rows in the order of `CONFIGURATIONS`. A row without steps that its reference has, too, is left out."""
+    return [row_of(workload, c, found) for c in CONFIGURATIONS if _common_places(c, found)]
+
+
+def _common_places(configuration: Configuration, found: Mapping[str, Steps]) -> list[Place]:
+    """Return the places of the steps that a row and its reference both have."""
+    return sorted(found.get(configuration.name, {}).keys() & found.get(configuration.reference, {}).keys())
 
 
 def list_unmeasured(workload: Workload, rows: Sequence[Row]) -> list[Configuration]:

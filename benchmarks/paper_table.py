@@ -17,7 +17,8 @@ on the policy's own answers to the run's prompts, and one on those to another ta
 text, and a draft model of its first layers. Finished runs with the same settings are not repeated, so the same command
 continues after Ctrl-C. With --kept they are in a file, too, which another machine can go on with.
 
-Speeds are ratios to the row without speculation at the same policy lag: the ratio of the median steps, and in brackets
+All figures of a row are of the steps that its reference, the row without speculation at the same policy lag, has, too;
+"steps" is their number. Speeds are ratios to that row: the ratio of the median steps, and in brackets
 the middle half of the ratios of equal steps. At policy lag 1, steps that wait alternate with steps that do not, so
 means are used, and of whole steps only. "a token" is the speed of generation in seconds per token: all rows sample from
 one distribution, but not the same lengths. "exposed" is exposed generation: seconds of a step, and share of it. As in
@@ -62,7 +63,7 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-WIDTH = 160  # columns of tables in a file
+WIDTH = 170  # columns of tables in a file
 UNMEASURED = "not measured"
 
 
@@ -118,12 +119,12 @@ def measure(policy: Policy, given: argparse.Namespace, console: Console) -> tupl
 
 def speeds(workload: Workload, rows: Sequence[Row]) -> Table:
     """Make the table of ratios, beside the paper's with our error. Published rows without runs come last."""
-    columns = ("generation", "paper", "a token", "step", "paper", "acceptance", "paper", "exposed", "paper")
+    columns = ("steps", "generation", "paper", "a token", "step", "paper", "acceptance", "paper", "exposed", "paper")
     table = Table("row", *columns, box=MARKDOWN)
     for row in rows:
         paper = row.published
         table.add_row(
-            *(row.name, _shown(row.generation), _compared(row.generation, paper.generation, "x")),
+            *(row.name, str(row.steps), _shown(row.generation), _compared(row.generation, paper.generation, "x")),
             _shown(row.per_token.value if row.per_token else None, "x"),
             *(_shown(row.step), _compared(row.step, paper.step, "x")),
             *(_shown(row.acceptance_length), _compared(row.acceptance_length, paper.acceptance_length)),
@@ -133,7 +134,7 @@ def speeds(workload: Workload, rows: Sequence[Row]) -> Table:
     for configuration in list_unmeasured(workload, rows):
         paper = workload.find_published(configuration.name) or Published()
         table.add_row(
-            *(configuration.name, UNMEASURED, _shown(paper.generation, "x"), UNMEASURED),
+            *(configuration.name, "0", UNMEASURED, _shown(paper.generation, "x"), UNMEASURED),
             *(UNMEASURED, _shown(paper.step, "x")),
             *(UNMEASURED, _shown(paper.acceptance_length), UNMEASURED, _shown(paper.exposed_s, " s")),
         )
@@ -142,23 +143,28 @@ def speeds(workload: Workload, rows: Sequence[Row]) -> Table:
 
 def phases(workload: Workload, rows: Sequence[Row]) -> Table:
     """Make the table of phases, as in the paper's first table, in percent of a step without speculation at the same
-    lag.
+    lag, in the same rounds.
     """
-    table = Table("% of a step of none", *PHASES, "total", "mean length", box=MARKDOWN)
+    table = Table("% of a step of none", "steps", *PHASES, "total", "mean length", box=MARKDOWN)
     for row in rows:
         shares = (f"{100 * row.phases[phase]:.1f}" for phase in (*PHASES, "total"))
-        table.add_row(row.name, *shares, f"{row.mean_length:.0f} tokens")
+        table.add_row(row.name, str(row.steps), *shares, f"{row.mean_length:.0f} tokens")
     for name, published in zip(("paper, none", "paper, eagle3:3"), published_shares(workload), strict=True):
-        table.add_row(name, *(f"{100 * published[phase]:.1f}" for phase in (*PHASES, "total")), "")
+        table.add_row(name, "", *(f"{100 * published[phase]:.1f}" for phase in (*PHASES, "total")), "")
     return table
 
 
 def seconds(rows: Sequence[Row]) -> Table:
     """Make the table of seconds of a step: means. The phase that takes longest binds."""
-    table = Table("row", "step", "exposed generation", "hidden generation", "what binds", box=MARKDOWN)
+    table = Table("row", "steps", "step", "exposed generation", "hidden generation", "what binds", box=MARKDOWN)
     for row in rows:
         binding = max(PHASES, key=lambda phase: row.phases[phase])
-        table.add_row(row.name, *(f"{value:.2f} s" for value in (row.step_s, row.exposed_s, row.hidden_s)), binding)
+        table.add_row(
+            row.name,
+            str(row.steps),
+            *(f"{value:.2f} s" for value in (row.step_s, row.exposed_s, row.hidden_s)),
+            binding,
+        )
     return table
 
 

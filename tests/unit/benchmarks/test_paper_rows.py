@@ -92,6 +92,16 @@ def test_row_holds_ratios_shares_and_the_papers_figures() -> None:
     assert (eagle3.mean_length, eagle3.published.step) == (10.0, 1.41)
 
 
+def test_row_of_one_round_is_compared_with_that_round_alone() -> None:
+    """It was divided by the steps of all rounds, which have other prompts: here it would be twice as fast as itself."""
+    later = {(2, step): a_report(step, phases=PhaseSeconds(generation=15.0, train=1.0)) for step in range(2, 7)}
+    none, ngram = rows_of(BASE, {"none": steps_of(3, 3, 3) | later, "ngram": steps_of(3, 3, 3)})
+    assert (none.steps, ngram.steps) == (8, 3)
+    assert (ngram.phases["generation"], ngram.phases["total"]) == (0.75, 1.0)
+    assert (none.step_s, ngram.step_s) == (pytest.approx((3 * 4 + 5 * 16) / 8), 4.0)
+    assert rows_of(BASE, {"none": later, "ngram": steps_of(3, 3)})[1:] == []
+
+
 def test_row_with_policy_lag_compares_means_of_whole_steps_and_gives_exposed_generation_as_a_share() -> None:
     lagged = {"none-lag1": steps_of(0, 2, 2), "adaptive-lag1": steps_of(0, 0, 1)}
     none, adaptive = rows_of(REASONING, lagged)
