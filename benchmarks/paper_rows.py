@@ -213,6 +213,7 @@ PROJECTED = (
 )
 
 Middle = Callable[[Iterable[float]], float]
+SecondsOf = Callable[[StepReport], float]
 Place = tuple[int, int]
 """Round and step."""
 Steps = dict[Place, StepReport]
@@ -221,7 +222,10 @@ Steps = dict[Place, StepReport]
 
 @dataclass(frozen=True)
 class Ratio:
-    """Speed-up over the reference: of the typical step, and the middle half of the ratios of equal steps."""
+    """Speed-up over the reference: the median of the ratios of equal steps and their middle half.
+
+    With a policy lag, the value is the ratio of the means instead.
+    """
 
     value: float
     low: float
@@ -266,19 +270,21 @@ def read_steps(metrics: str, number: int) -> Steps:
     return {(number, report.step): report for report in reports if report.step > WARM_UP_STEPS}
 
 
-def ratio(
-    reference: Steps, own: Steps, seconds: Callable[[StepReport], float], middle: Middle = median
-) -> Ratio | None:
+def ratio(reference: Steps, own: Steps, seconds: SecondsOf, *, is_of_means: bool = False) -> Ratio | None:
     """Compute the reference's time over the row's, on steps that both have; None if a time is 0 or there is no such
     step.
+
+    The value is the median of the ratios of equal steps. The ratio of the medians would compare different prompts, and
+    may be outside of the middle half. is_of_means: the ratio of the means instead, where equal steps do different work.
     """
     places = sorted(set(reference) & set(own))
     theirs = [seconds(reference[place]) for place in places]
     mine = [seconds(own[place]) for place in places]
     if len(places) < 2 or min(theirs) <= 0 or min(mine) <= 0:
         return None
-    low, _, high = quantiles([their / my for their, my in zip(theirs, mine, strict=True)], n=4, method="inclusive")
-    return Ratio(middle(theirs) / middle(mine), low, high)
+    ratios = [their / my for their, my in zip(theirs, mine, strict=True)]
+    low, middle, high = quantiles(ratios, n=4, method="inclusive")
+    return Ratio(mean(theirs) / mean(mine) if is_of_means else middle, low, high)
 
 
 def row_of(workload: Workload, configuration: Configuration, found: Mapping[str, Steps]) -> Row:
@@ -309,7 +315,7 @@ def row_of(workload: Workload, configuration: Configuration, found: Mapping[str,
         steps=len(reports),
         generation=generation,
         per_token=per_token,
-        step=ratio(reference, own, lambda report: report.phases.wall_seconds, middle),
+        step=ratio(reference, own, lambda report: report.phases.wall_seconds, is_of_means=not is_synchronous),
         acceptance_length=mean(accepted) if accepted else None,
         exposed_share=sum(r.exposed_generation for r in reports) / sum(r.phases.wall_seconds for r in reports),
         exposed_s=mean(report.exposed_generation for report in reports),

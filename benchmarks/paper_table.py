@@ -18,9 +18,9 @@ text, and a draft model of its first layers. Finished runs with the same setting
 continues after Ctrl-C. With --kept they are in a file, too, which another machine can go on with.
 
 All figures of a row are of the steps that its reference, the row without speculation at the same policy lag, has, too;
-"steps" is their number. Speeds are ratios to that row: the ratio of the median steps, and in brackets
-the middle half of the ratios of equal steps. At policy lag 1, steps that wait alternate with steps that do not, so
-means are used, and of whole steps only. "a token" is the speed of generation in seconds per token: all rows sample from
+"steps" is their number. Speeds are ratios to that row: the median of the ratios of equal steps, and in brackets their
+middle half. At policy lag 1, steps that wait alternate with steps that do not, so the ratio of the means is used, and
+of whole steps only. "a token" is the speed of generation in seconds per token: all rows sample from
 one distribution, but not the same lengths. "exposed" is exposed generation: seconds of a step, and share of it. As in
 the paper, no row has a canary.
 
