@@ -308,7 +308,9 @@ def row_of(workload: Workload, configuration: Configuration, found: Mapping[str,
     generation = per_token = None
     if is_synchronous:
         generation = ratio(reference, own, lambda report: report.phases.generation)
-        per_token = ratio(reference, own, lambda report: report.phases.generation / report.tokens)
+        # A step that trained no rollout has no tokens, and so no time of one.
+        speaking = {place: own[place] for place in places if own[place].tokens and reference[place].tokens}
+        per_token = ratio(reference, speaking, lambda report: report.phases.generation / report.tokens)
     return Row(
         name=configuration.name,
         says=configuration.says,
@@ -322,7 +324,7 @@ def row_of(workload: Workload, configuration: Configuration, found: Mapping[str,
         hidden_s=mean(report.hidden_generation for report in reports),
         step_s=mean(report.phases.wall_seconds for report in reports),
         phases={phase: value / whole for phase, value in seconds.items()},
-        mean_length=sum(r.tokens for r in reports) / sum(r.rollouts for r in reports),
+        mean_length=sum(r.tokens for r in reports) / max(1, sum(r.rollouts for r in reports)),
         published=workload.find_published(configuration.name) or Published(),
     )
 

@@ -110,6 +110,21 @@ def test_row_of_one_round_is_compared_with_that_round_alone() -> None:
     assert rows_of(BASE, {"none": later, "ngram": steps_of(3, 3)})[1:] == []
 
 
+def test_step_without_tokens_has_no_time_of_a_token() -> None:
+    """It ended the table with a traceback."""
+    silent = steps_of(3, 3, 3) | {(1, 4): a_report(4, tokens=0, rollouts=0)}
+    for found, speed in (
+        ({"none": silent, "ngram": steps_of(1, 1, 1)}, 3.0),
+        ({"none": steps_of(3, 3, 3), "ngram": silent}, 1.0),
+    ):
+        _, ngram = rows_of(BASE, found)
+        assert ngram.steps == 3
+        assert ngram.per_token is not None
+        assert ngram.per_token.value == pytest.approx(speed)
+    (alone,) = rows_of(BASE, {"none": {place: a_report(4, tokens=0, rollouts=0) for place in silent}})
+    assert (alone.per_token, alone.mean_length) == (None, 0)
+
+
 def test_row_with_policy_lag_compares_means_of_whole_steps_and_gives_exposed_generation_as_a_share() -> None:
     lagged = {"none-lag1": steps_of(0, 2, 2), "adaptive-lag1": steps_of(0, 0, 1)}
     none, adaptive = rows_of(REASONING, lagged)
