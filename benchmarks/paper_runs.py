@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ class KeptRuns:
         self._file = file
         self._runs: dict[tuple[str, str, int, str], Steps] = {}
         if file is not None and file.exists():
-            for line in file.read_text(encoding="utf-8").splitlines():
+            for line in read_whole_lines(file):
                 kept = json.loads(line)
                 reports = [StepReport.model_validate(report) for report in kept["steps"]]
                 key = (kept["workload"], kept["row"], kept["round"], kept["settings"])
@@ -55,8 +56,18 @@ class KeptRuns:
             ],
         }
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(content) + "\n")
+        with self._file.open("ab", buffering=0) as file:  # so that a line is one write
+            file.write(json.dumps(content).encode() + b"\n")
+            os.fsync(file.fileno())
+
+
+def read_whole_lines(file: Path) -> list[bytes]:
+    """Return a file's lines. A last one that a kill cut off is removed, since the next would continue it."""
+    content = file.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        os.truncate(file, len(whole))
+    return whole.splitlines()
 
 
 def digest_settings(fields: Mapping[str, str], out: Path) -> str:

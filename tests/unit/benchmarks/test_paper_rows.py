@@ -211,3 +211,18 @@ def test_a_kept_run_is_found_again_by_its_settings_alone(tmp_path: Path) -> None
     assert kept.find_steps(task, elsewhere) == steps_of(3, 4, acceptance_length=2.5)
     assert kept.find_steps(task, digest_settings(fields | {"schedule.steps": "8"}, tmp_path)) is None
     assert kept.find_steps(Task(2, LONG, CONFIGURATIONS[0]), settings) is None
+
+
+def test_a_line_that_a_kill_cut_off_is_dropped_and_its_run_made_again(tmp_path: Path) -> None:
+    """It raised JSONDecodeError at every further start."""
+    file = tmp_path / "kept.jsonl"
+    first, second = Task(1, LONG, CONFIGURATIONS[0]), Task(2, LONG, CONFIGURATIONS[0])
+    for task in (first, second):
+        KeptRuns(file).keep_steps(task, "settings", steps_of(3, 4))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-9])
+    kept = KeptRuns(file)
+    assert kept.find_steps(first, "settings") is not None
+    assert kept.find_steps(second, "settings") is None
+    kept.keep_steps(second, "settings", steps_of(3, 4))
+    assert file.read_bytes() == whole
