@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from specrl.formats.reports import Phase
-from specrl.spec import digest_spec, load_spec
+from specrl.spec import load_spec
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo"
 RUN_FILE = DEMO / "run.yaml"
 SPECRL = Path(sys.executable).with_name("specrl")
 GLANCE_S = 1.0
+MODEL_FILES = ("config.json", "tokenizer.json")
 SETTINGS = "settings"  # file in a folder of runs: what identifies the settings of the runs there
 
 
@@ -63,11 +68,12 @@ def run(
     trained: Callable[[int], None] = lambda _: None,
     run_file: Path = RUN_FILE,
 ) -> Path:
-    """Return the folder of the finished run with these fields, below `runs`. A finished run is not repeated.
+    """Return the folder of the finished run with these fields, below `runs`. A finished run is not repeated, unless the
+    content of its policy, drafter or data has changed.
 
     trained: called every second with the number of steps that the run has trained. Raises Failed.
     """
-    wanted = digest_spec(load_spec(run_file, overrides_of(fields)))
+    wanted = identify_run(fields, run_file)
     found = find_finished(runs) if read_settings(runs) == wanted else None
     if found is None:
         clear_runs(runs, wanted)
@@ -93,6 +99,49 @@ def make_drafter(policy: Path, out: Path, look: Callable[[], None] = lambda: Non
         command = begin(fields, out / "drafter-run", "drafter", "init", "--out", str(drafter))
         call(command, out / "drafter.log", look)
     return drafter
+
+
+def identify_run(fields: Mapping[str, str], run_file: Path = RUN_FILE) -> str:
+    """Return a digest of all settings of a run, with the content of its policy, drafter and data."""
+    spec = load_spec(run_file, overrides_of(fields))
+    # Without defaults, so that a field that a newer version adds changes no digest.
+    return identify(spec.model_dump(mode="json", by_alias=True, exclude_defaults=True))
+
+
+def identify(settings: Any) -> str:
+    """Return a digest of settings. Existing absolute paths count by their content, and not by their names.
+
+    So a folder may move, to another machine, too. What is made from other inputs is something else.
+    """
+    text = json.dumps(_replace_paths(settings), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _replace_paths(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _replace_paths(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replace_paths(inner) for inner in value]
+    if isinstance(value, Path) or (isinstance(value, str) and value.startswith("/") and os.path.exists(value)):  # noqa: PTH110 - a text that is no path, too
+        return [_digest_file(file, file.stat().st_mtime_ns) for file in _list_content(Path(value))]
+    return value
+
+
+def _list_content(path: Path) -> list[Path]:
+    """List what a path leads to: itself, the weights of a model with their configuration, or a folder's files."""
+    if path.is_file():
+        return [path]
+    files = sorted(file for file in path.iterdir() if file.is_file())
+    weights = [file for file in files if file.suffix == ".safetensors"]
+    # Without reports, which have times in them.
+    return [*weights, *(file for file in files if file.name in MODEL_FILES)] if weights else files
+
+
+@cache
+def _digest_file(file: Path, _changed_ns: int) -> str:
+    """Hash a file. A policy of 540 MB takes a second, and all rows of a benchmark have it."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def read_settings(runs: Path) -> str:

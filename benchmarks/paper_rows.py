@@ -214,8 +214,8 @@ PROJECTED = (
 
 Middle = Callable[[Iterable[float]], float]
 SecondsOf = Callable[[StepReport], float]
-Place = tuple[int, int]
-"""Round and step."""
+Place = tuple[str, int, int]
+"""Start, round and step. Steps of different starts are never compared (`paper_runs`)."""
 Steps = dict[Place, StepReport]
 """The measured steps of one row."""
 
@@ -264,10 +264,10 @@ class Row:
         return asdict(self)
 
 
-def read_steps(metrics: str, number: int) -> Steps:
+def read_steps(metrics: str, start: str, number: int) -> Steps:
     """Read the steps of a run after its warm-up, from the text of its metrics.jsonl. number: its round."""
     reports = [StepReport.model_validate_json(line) for line in metrics.splitlines() if line.strip()]
-    return {(number, report.step): report for report in reports if report.step > WARM_UP_STEPS}
+    return {(start, number, report.step): report for report in reports if report.step > WARM_UP_STEPS}
 
 
 def ratio(reference: Steps, own: Steps, seconds: SecondsOf, *, is_of_means: bool = False) -> Ratio | None:
@@ -290,7 +290,7 @@ def ratio(reference: Steps, own: Steps, seconds: SecondsOf, *, is_of_means: bool
 def row_of(workload: Workload, configuration: Configuration, found: Mapping[str, Steps]) -> Row:
     """Make a row of the table. found: steps by row name, with those of this row and of its reference.
 
-    All figures are of the steps that both have: another round has other prompts and another state of the machine.
+    All figures are of the steps that both have: another round has other prompts, and another start another machine.
 
     With a policy lag, steps that find their rollouts ready alternate with steps that waited. So the mean of both kinds
     is used, and exposed generation, which is 0 for one kind, is given as a share and not as a ratio.

@@ -8,14 +8,19 @@ Every row is `specrl run`: real RL, with 4 rollouts per step (32 in the workload
 one core and one trainer rank share two cores. Synchronous, the trainer uses both; at policy lag 1 it uses the other
 one. Phases come from the runs' metrics.jsonl; the first step of a run warms up and is left out. All rows of a workload
 have the same first policy, prompts and seeds. Rows take turns in rounds, each in another order and with other prompts,
-so that a noisy machine affects all rows equally.
+so that a noisy machine affects all rows equally; only the reference of a row comes before it.
 
 `--policy toy` is made here: 24 layers, for which a one-layer drafter is cheap. `--policy smollm2` is
 SmolLM2-135M-Instruct, from the package registry. It needs GSM8K (--gsm8k), about ten hours of CPU, and for its row
 `suffix` the package of `make suffix`. Policies and drafters are made once, below --out. There is a drafter initialised
 on the policy's own answers to the run's prompts, and one on those to another task. Smollm2 also has one on general chat
-text, and a draft model of its first layers. Finished runs with the same settings are not repeated, so the same command
-continues after Ctrl-C. With --kept they are in a file, too, which another machine can go on with.
+text, and a draft model of its first layers.
+
+Finished runs are kept in a file and not repeated, so the same command continues after Ctrl-C. Another machine goes on
+with that file and with --out without its folders `runs`: a run is known by the content of policy, drafter, data and run
+file, so other drafters make other runs. --gsm8k FILE and the data set of the hub do not count as the same data, so give
+the same one everywhere. A row and its reference are always of one boot of one machine, with one commit and the same
+versions. So whoever goes on elsewhere makes the reference of the round again.
 
 All figures of a row are of the steps that its reference, the row without speculation at the same policy lag, has, too;
 "steps" is their number. Speeds are ratios to that row: the median of the ratios of equal steps, and in brackets their
@@ -35,11 +40,12 @@ import argparse
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.demo_runs import Failed, run
-from benchmarks.paper_policies import Policy, RealPolicy, Say, ToyPolicy
+from benchmarks.demo_runs import Failed, identify_run, run
+from benchmarks.paper_policies import Fields, Policy, RealPolicy, Say, ToyPolicy
 from benchmarks.paper_rows import (
     CONFIGURATIONS,
     NAMES,
@@ -58,7 +64,7 @@ from benchmarks.paper_rows import (
     relative_error,
     rows_of,
 )
-from benchmarks.paper_runs import KeptRuns, Task, digest_settings
+from benchmarks.paper_runs import KeptRuns, RunKey, Task, describe_start
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
@@ -67,30 +73,55 @@ WIDTH = 170  # columns of tables in a file
 UNMEASURED = "not measured"
 
 
-def run_once(policy: Policy, task: Task, kept: KeptRuns, given: argparse.Namespace, say: Say) -> Steps:
-    """Train one run of a row, or return what an earlier one with the same settings left. Raises Failed."""
-    workload = task.workload
-    configuration = task.configuration
-    fields = policy.list_fields(workload) | configuration.overrides(policy.find_drafters(workload))
-    fields |= {"schedule.steps": str(given.steps), "schedule.seed": str(task.number)}
-    fields["prompts.shuffleSeed"] = str(task.number)
-    settings = digest_settings(fields, given.out)
-    steps = kept.find_steps(task, settings)
-    if steps is None:
-        try:
-            policy.make_models(workload, [configuration.drafter] if configuration.drafter else [], say)
-        except Failed as error:
-            sys.exit(f"policies and drafters must be made first: {error}")  # every further row would try again
-        runs = given.out / workload.name / "runs" / f"{configuration.name.replace(':', '-')}-round{task.number}"
-        metrics = run(fields, runs, run_file=policy.find_run_file(workload)) / "metrics.jsonl"
-        steps = read_steps(metrics.read_text(encoding="utf-8"), task.number)
-        kept.keep_steps(task, settings, steps)
-    return steps
+class Runs:
+    """Trains what is not kept yet."""
+
+    def __init__(self, policy: Policy, given: argparse.Namespace, kept: KeptRuns) -> None:
+        self._policy = policy
+        self._given = given
+        self._kept = kept
+        self._failed = set[RunKey]()
+
+    def find_pair(self, task: Task, say: Say) -> tuple[Steps, Steps]:
+        """Return the steps of a run and of its reference, both of one start. Trains what is missing. Raises Failed."""
+        own, reference = (self._make_key(it) for it in (task, task.reference))
+        found = self._kept.find_pair(own, reference)
+        if found is None:
+            # The reference first: without it, the run would be worth nothing to whoever goes on elsewhere.
+            self._train(task.reference, reference, say)
+            self._train(task, own, say)
+            found = self._kept.find_pair(own, reference)
+            assert found is not None
+        return found
+
+    def _make_key(self, task: Task) -> RunKey:
+        return task.make_key(identify_run(self._list_fields(task), self._policy.find_run_file(task.workload)))
+
+    def _list_fields(self, task: Task) -> Fields:
+        fields = self._policy.list_fields(task.workload)
+        fields |= task.configuration.overrides(self._policy.find_drafters(task.workload))
+        fields |= {"schedule.steps": str(self._given.steps), "schedule.seed": str(task.number)}
+        return fields | {"prompts.shuffleSeed": str(task.number)}
+
+    def _train(self, task: Task, key: RunKey, say: Say) -> None:
+        """Train a run and keep its steps, unless this start has done so."""
+        if self._kept.has_run(key):
+            return
+        name = f"{task.configuration.name.replace(':', '-')}-round{task.number}"
+        if key in self._failed:
+            raise Failed(f"{name}, which it is compared with, has failed before")
+        say(f"  training {name}")
+        self._failed.add(key)
+        runs = self._given.out / task.workload.name / "runs" / f"{name}-{self._kept.start}"
+        metrics = (
+            run(self._list_fields(task), runs, run_file=self._policy.find_run_file(task.workload)) / "metrics.jsonl"
+        )
+        self._kept.keep_steps(key, read_steps(metrics.read_text(encoding="utf-8"), self._kept.start, task.number))
+        self._failed.remove(key)
 
 
-def measure(policy: Policy, given: argparse.Namespace, console: Console) -> tuple[dict[str, dict[str, Steps]], int]:
-    """Train the runs. Returns the steps by workload and row, and the number of failed runs."""
-    kept = KeptRuns(given.kept)
+def list_tasks(policy: Policy, given: argparse.Namespace) -> list[Task]:
+    """List the runs in their order: rounds first, so that all workloads of one meet the same state of the machine."""
     tasks = [
         Task(number, workload, configuration)
         for workload in policy.workloads
@@ -98,23 +129,40 @@ def measure(policy: Policy, given: argparse.Namespace, console: Console) -> tupl
         for number, configuration in plan(given.configs or workload.rows, given.rounds, workload.once)
         if configuration.name in workload.rows
     ]
-    # Rounds first, so that all workloads of a round meet the same state of the machine.
-    tasks.sort(key=lambda task: task.number)
-    found: dict[str, dict[str, Steps]] = {workload.name: {} for workload in policy.workloads}
+    return sorted(tasks, key=lambda task: task.number)
+
+
+def make_models(policy: Policy, tasks: Sequence[Task], say: Say) -> None:
+    """Make all policies and drafters first: what a run is known by depends on them."""
+    for task in tasks:
+        drafter = task.configuration.drafter
+        try:
+            policy.make_models(task.workload, [drafter] if drafter else [], say)
+        except Failed as error:
+            sys.exit(f"policies and drafters must be made first: {error}")
+
+
+def measure(policy: Policy, given: argparse.Namespace, console: Console) -> tuple[dict[str, dict[str, Steps]], int]:
+    """Train the runs. Returns the steps by workload and row, and the number of failures."""
+    runs = Runs(policy, given, KeptRuns(given.kept, describe_start()))
+    tasks = list_tasks(policy, given)
+    make_models(policy, tasks, console.print)
+    found = {workload.name: defaultdict[str, Steps](dict) for workload in policy.workloads}
     failures = 0
     for done, task in enumerate(tasks, 1):
         began = time.monotonic()
         name = task.configuration.name
         console.print(f"[{done}/{len(tasks)}] {task.workload.name} {name}, round {task.number} ...")
         try:
-            steps = run_once(policy, task, kept, given, console.print)
+            own, reference = runs.find_pair(task, console.print)
         except Failed as error:
             failures += 1
             console.print(f"FAILED: {error}")
             continue
-        found[task.workload.name].setdefault(name, {}).update(steps)
+        found[task.workload.name][name].update(own)
+        found[task.workload.name][task.configuration.reference].update(reference)
         console.print(f"  {time.monotonic() - began:.0f} s")
-    return found, failures
+    return {name: dict(rows) for name, rows in found.items()}, failures
 
 
 def speeds(workload: Workload, rows: Sequence[Row]) -> Table:
@@ -194,17 +242,23 @@ def parse_arguments() -> tuple[argparse.Namespace, Policy]:
     parser.add_argument("--out", type=Path, required=True, help="folder for policies, drafters and runs")
     parser.add_argument("--policy", choices=("toy", "smollm2"), default="toy", help="default: %(default)s")
     parser.add_argument(
-        "--gsm8k", type=Path, metavar="FILE", help="train.jsonl of GSM8K (default: fetched from the hub); for smollm2"
+        "--gsm8k",
+        type=Path,
+        metavar="FILE",
+        help="train.jsonl of GSM8K (default: fetched from the hub); for smollm2; the same in all calls with one --kept",
     )
     parser.add_argument("--only", metavar="WORKLOAD", help="one workload (default: all)")
     parser.add_argument("--configs", type=lambda text: text.split(","), default=(), help=f"rows, of {', '.join(NAMES)}")
     parser.add_argument("--rounds", type=int, help="runs of each row (default: 2; 3 of smollm2's most important rows)")
     parser.add_argument("--steps", type=int, help="steps of each run, warm-up included (default: 10; 9 of smollm2)")
     parser.add_argument("--quick", action="store_true", help=f"--only base --configs {','.join(QUICK)}")
-    parser.add_argument("--kept", type=Path, metavar="FILE", help="file of finished runs, which are not repeated")
+    parser.add_argument(
+        "--kept", type=Path, metavar="FILE", help="file of finished runs (default: kept.jsonl in --out)"
+    )
     parser.add_argument("--json", type=Path, help="also write the rows here")
     given = parser.parse_args()
     given.out = given.out.resolve()
+    given.kept = given.kept or given.out / "kept.jsonl"
     is_toy = given.policy == "toy"
     policy = choose_policy(given)
     given.rounds = given.rounds or (2 if is_toy else 3)

@@ -27,7 +27,6 @@ from benchmarks.paper_rows import (
     relative_error,
     rows_of,
 )
-from benchmarks.paper_runs import KeptRuns, Task, digest_settings
 
 from specrl.formats.reports import PhaseSeconds, StepReport
 
@@ -50,14 +49,16 @@ def a_report(step: int, **changes: Any) -> StepReport:
 def steps_of(*seconds: float, acceptance_length: float | None = None) -> Steps:
     """Make a round whose steps generate for so many seconds and train for one."""
     return {
-        (1, step): a_report(step, phases=PhaseSeconds(generation=value, train=1.0), acceptance_length=acceptance_length)
+        ("here", 1, step): a_report(
+            step, phases=PhaseSeconds(generation=value, train=1.0), acceptance_length=acceptance_length
+        )
         for step, value in enumerate(seconds, 2)
     }
 
 
 def test_first_step_of_a_run_warms_up_and_is_left_out() -> None:
     lines = "".join(a_report(step).model_dump_json(by_alias=True) + "\n" for step in (1, 2, 3))
-    assert list(read_steps(lines, 4)) == [(4, 2), (4, 3)]
+    assert list(read_steps(lines, "here", 4)) == [("here", 4, 2), ("here", 4, 3)]
 
 
 def test_ratio_is_the_median_of_the_ratios_of_like_steps_and_its_range_their_middle_half() -> None:
@@ -102,7 +103,7 @@ def test_row_holds_ratios_shares_and_the_papers_figures() -> None:
 
 def test_row_of_one_round_is_compared_with_that_round_alone() -> None:
     """It was divided by the steps of all rounds, which have other prompts: here it would be twice as fast as itself."""
-    later = {(2, step): a_report(step, phases=PhaseSeconds(generation=15.0, train=1.0)) for step in range(2, 7)}
+    later = {("here", 2, step): a_report(step, phases=PhaseSeconds(generation=15.0, train=1.0)) for step in range(2, 7)}
     none, ngram = rows_of(BASE, {"none": steps_of(3, 3, 3) | later, "ngram": steps_of(3, 3, 3)})
     assert (none.steps, ngram.steps) == (8, 3)
     assert (ngram.phases["generation"], ngram.phases["total"]) == (0.75, 1.0)
@@ -112,7 +113,7 @@ def test_row_of_one_round_is_compared_with_that_round_alone() -> None:
 
 def test_step_without_tokens_has_no_time_of_a_token() -> None:
     """It ended the table with a traceback."""
-    silent = steps_of(3, 3, 3) | {(1, 4): a_report(4, tokens=0, rollouts=0)}
+    silent = steps_of(3, 3, 3) | {("here", 1, 4): a_report(4, tokens=0, rollouts=0)}
     for found, speed in (
         ({"none": silent, "ngram": steps_of(1, 1, 1)}, 3.0),
         ({"none": steps_of(3, 3, 3), "ngram": silent}, 1.0),
@@ -199,30 +200,3 @@ def test_overrides_are_yaml_that_names_the_workloads_drafter(tmp_path: Path) -> 
     fields = {path: yaml.safe_load(text) for path, text in found.items()}
     assert fields["generation.speculation"] == {"eagle3": {"numDraftTokens": 3, "path": str(tmp_path / "other")}}
     assert (fields["generation.draftLength"], fields["trainer.drafter.online"]) == ("Fixed", True)
-
-
-def test_a_kept_run_is_found_again_by_its_settings_alone(tmp_path: Path) -> None:
-    task = Task(1, LONG, CONFIGURATIONS[0])
-    fields = {"model.path": str(tmp_path / "policy"), "schedule.steps": "9"}
-    settings = digest_settings(fields, tmp_path)
-    KeptRuns(tmp_path / "kept.jsonl").keep_steps(task, settings, steps_of(3, 4, acceptance_length=2.5))
-    kept = KeptRuns(tmp_path / "kept.jsonl")
-    elsewhere = digest_settings(fields | {"model.path": "/elsewhere/policy"}, Path("/elsewhere"))
-    assert kept.find_steps(task, elsewhere) == steps_of(3, 4, acceptance_length=2.5)
-    assert kept.find_steps(task, digest_settings(fields | {"schedule.steps": "8"}, tmp_path)) is None
-    assert kept.find_steps(Task(2, LONG, CONFIGURATIONS[0]), settings) is None
-
-
-def test_a_line_that_a_kill_cut_off_is_dropped_and_its_run_made_again(tmp_path: Path) -> None:
-    """It raised JSONDecodeError at every further start."""
-    file = tmp_path / "kept.jsonl"
-    first, second = Task(1, LONG, CONFIGURATIONS[0]), Task(2, LONG, CONFIGURATIONS[0])
-    for task in (first, second):
-        KeptRuns(file).keep_steps(task, "settings", steps_of(3, 4))
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-9])
-    kept = KeptRuns(file)
-    assert kept.find_steps(first, "settings") is not None
-    assert kept.find_steps(second, "settings") is None
-    kept.keep_steps(second, "settings", steps_of(3, 4))
-    assert file.read_bytes() == whole
