@@ -92,13 +92,33 @@ def make_drafter(policy: Path, out: Path, look: Callable[[], None] = lambda: Non
 
     look: called every second meanwhile. Raises Failed.
     """
-    drafter = out / "drafter"
-    if not drafter.exists():
-        shutil.rmtree(out / "drafter-run", ignore_errors=True)
-        fields = {"model.path": json.dumps(str(policy))}
-        command = begin(fields, out / "drafter-run", "drafter", "init", "--out", str(drafter))
-        call(command, out / "drafter.log", look)
-    return drafter
+    initialise_drafter({"model.path": json.dumps(str(policy))}, out / "drafter", look)
+    return out / "drafter"
+
+
+def initialise_drafter(
+    fields: Mapping[str, str], out: Path, look: Callable[[], None] = lambda: None, run_file: Path = RUN_FILE
+) -> None:
+    """Run `specrl drafter init`, or go on with an interrupted one of the same settings, unless `out` is there.
+
+    look: called every second meanwhile. Raises Failed, also if `out` was initialised with other settings.
+    """
+    wanted = identify_run(fields, run_file)
+    settings = out.with_name(f"{out.name}.settings")
+    if out.exists():
+        if not settings.exists() or settings.read_text(encoding="utf-8") != wanted:
+            raise Failed(f"{out} must be a drafter of these settings, got another; delete it, or use another --out")
+        return
+    runs = out.with_name(f"{out.name}-run")
+    started = [file.parent for file in runs.glob("*/run.yaml")] if read_settings(runs) == wanted else []
+    if started:
+        command = [str(SPECRL), "drafter", "init", "--plain", "--resume", str(started[0]), "--out", str(out)]
+    else:
+        clear_runs(runs, wanted)
+        command = begin(fields, runs, "drafter", "init", "--out", str(out), run_file=run_file)
+    settings.write_text(wanted, encoding="utf-8")
+    call(command, out.with_name(f"{out.name}.log"), look)
+    shutil.rmtree(runs, ignore_errors=True)
 
 
 def identify_run(fields: Mapping[str, str], run_file: Path = RUN_FILE) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks.demo_runs import DEMO, RUN_FILE, SPECRL, Failed, begin, call
+from benchmarks.demo_runs import DEMO, RUN_FILE, SPECRL, Failed, call, initialise_drafter
 from benchmarks.ladder import EXAMPLE, fetch_model, make_data
 from benchmarks.paper_rows import (
     BASE,
@@ -90,24 +90,18 @@ class Policy(Protocol):
         """Return where the workload's drafters are, or will be, by kind."""
         ...
 
-    def make_models(self, workload: Workload, kinds: Sequence[str], say: Say) -> None:
-        """Make the policy and these drafters of a workload, unless they exist. Raises Failed."""
+    def make_policy(self, workload: Workload, say: Say) -> None:
+        """Make the policy of a workload, and its data, unless they exist. Raises Failed."""
+        ...
+
+    def make_drafter(self, workload: Workload, kind: str, say: Say) -> None:
+        """Make a drafter of a workload, whose policy exists, unless it exists. Raises Failed."""
         ...
 
 
 def name_jsonl(file: Path) -> str:
     """Return a source of prompts as a field of the run file."""
     return f"{{jsonl: {{path: {json.dumps(str(file))}}}}}"
-
-
-def initialise_drafter(run_file: Path, fields: Mapping[str, str], out: Path) -> None:
-    """Run `specrl drafter init`, or go on with an interrupted one. Raises Failed."""
-    runs = out.with_name(f"{out.name}-run")
-    command = begin(fields, runs, "drafter", "init", "--out", str(out), run_file=run_file)
-    for started in runs.glob("*/run.yaml"):
-        command = [str(SPECRL), "drafter", "init", "--plain", "--resume", str(started.parent), "--out", str(out)]
-    call(command, out.with_name(f"{out.name}.log"))
-    shutil.rmtree(runs, ignore_errors=True)
 
 
 class ToyPolicy:
@@ -134,7 +128,7 @@ class ToyPolicy:
     def find_drafters(self, workload: Workload) -> Mapping[str, Path]:
         return {kind: self._out / workload.name / kind for kind in (IN_DOMAIN, WEAK)}
 
-    def make_models(self, workload: Workload, kinds: Sequence[str], say: Say) -> None:
+    def make_policy(self, workload: Workload, say: Say) -> None:
         batches, difficulty, _ = TOY_SIZES[workload.name]
         policy = self._out / workload.name / "policy"
         if not policy.exists():
@@ -142,12 +136,11 @@ class ToyPolicy:
             script = [sys.executable, str(DEMO / "make_policy.py"), "--out", str(policy), "--layers", str(TOY_LAYERS)]
             script += ["--worked-only", "--steps", str(batches), "--difficulty", str(difficulty)]
             call(script, policy.with_suffix(".log"))
-        drafters = self.find_drafters(workload)
-        for kind in kinds:
-            if not drafters[kind].exists():
-                say(f"{workload.name}: initialising {kind} ...")
-                fields = self.list_fields(workload) | TOY_INITIALISATION
-                initialise_drafter(RUN_FILE, fields | (OTHER_FAMILY if kind == WEAK else {}), drafters[kind])
+
+    def make_drafter(self, workload: Workload, kind: str, say: Say) -> None:
+        fields = self.list_fields(workload) | TOY_INITIALISATION
+        say(f"{workload.name}: initialising {kind}, unless it is there ...")
+        initialise_drafter(fields | (OTHER_FAMILY if kind == WEAK else {}), self.find_drafters(workload)[kind])
 
 
 class RealPolicy:
@@ -199,7 +192,7 @@ class RealPolicy:
             DRAFT_MODEL: self._out / f"draft-model-{own}",
         }
 
-    def make_models(self, workload: Workload, kinds: Sequence[str], say: Say) -> None:
+    def make_policy(self, workload: Workload, say: Say) -> None:
         if not self._policy.exists():
             say("fetching the policy ...")
             model = fetch_model(self._out / "model")
@@ -208,26 +201,25 @@ class RealPolicy:
             call([str(SPECRL), "fetch", "--plain", str(model), "--out", str(self._policy)], self._out / "fetch.log")
         if not (self._out / "train.jsonl").exists():
             make_data(self._out)
-        drafters = self.find_drafters(workload)
-        for kind in kinds:
-            if drafters[kind].exists():
-                continue
-            say(f"initialising {drafters[kind].name} ...")
-            # The weak drafter of one task is the other's own.
-            other = SHORT if workload == LONG else LONG
-            task = other if kind == WEAK else workload
-            fields = self.list_fields(task) | REAL_INITIALISATION
-            run_file = self.find_run_file(task)
-            if kind == DRAFT_MODEL:
-                start = self._out / "first-layers"
-                if not start.exists():
-                    keep_first_layers(self._policy, start, DRAFT_LAYERS)
-                path = json.dumps(str(start))
-                fields["generation.speculation"] = f"{{draftModel: {{numDraftTokens: 3, path: {path}}}}}"
-            elif kind == CHAT:
-                fields |= self._make_chat(say)
-                run_file = GSM8K_RUN_FILE
-            initialise_drafter(run_file, fields, drafters[kind])
+
+    def make_drafter(self, workload: Workload, kind: str, say: Say) -> None:
+        drafter = self.find_drafters(workload)[kind]
+        say(f"initialising {drafter.name}, unless it is there ...")
+        # The weak drafter of one task is the other's own.
+        other = SHORT if workload == LONG else LONG
+        task = other if kind == WEAK else workload
+        fields = self.list_fields(SHORT if task == CROWD else task) | REAL_INITIALISATION
+        run_file = self.find_run_file(task)
+        if kind == DRAFT_MODEL:
+            start = self._out / "first-layers"
+            if not start.exists():
+                keep_first_layers(self._policy, start, DRAFT_LAYERS)
+            path = json.dumps(str(start))
+            fields["generation.speculation"] = f"{{draftModel: {{numDraftTokens: 3, path: {path}}}}}"
+        elif kind == CHAT:
+            fields = self.list_fields(LONG) | REAL_INITIALISATION | self._make_chat(say)
+            run_file = GSM8K_RUN_FILE
+        initialise_drafter(fields, drafter, run_file=run_file)
 
     def _make_chat(self, say: Say) -> Fields:
         """Let the policy write users' questions, and return the fields that name them."""

@@ -12,7 +12,8 @@ so that a noisy machine affects all rows equally; only the reference of a row co
 
 `--policy toy` is made here: 24 layers, for which a one-layer drafter is cheap. `--policy smollm2` is
 SmolLM2-135M-Instruct, from the package registry. It needs GSM8K (--gsm8k), about ten hours of CPU, and for its row
-`suffix` the package of `make suffix`. Policies and drafters are made once, below --out. There is a drafter initialised
+`suffix` the package of `make suffix`. Policies and drafters are made once, below --out, before the first run. If one
+cannot be made, its rows are left out, and the exit code is 1. There is a drafter initialised
 on the policy's own answers to the run's prompts, and one on those to another task. Smollm2 also has one on general chat
 text, and a draft model of its first layers.
 
@@ -41,7 +42,8 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.demo_runs import Failed, identify_run, run
@@ -132,23 +134,44 @@ def list_tasks(policy: Policy, given: argparse.Namespace) -> list[Task]:
     return sorted(tasks, key=lambda task: task.number)
 
 
-def make_models(policy: Policy, tasks: Sequence[Task], say: Say) -> None:
-    """Make all policies and drafters first: what a run is known by depends on them."""
+def make_models(policy: Policy, tasks: Sequence[Task], say: Say) -> list[Task]:
+    """Make all policies and drafters before the first run: runs have the machine to themselves, and are known by these.
+
+    Returns the tasks that have theirs. The others are left out, and the reason is said.
+    """
+    made = dict[str, bool]()
+
+    def is_made(name: str, make: Callable[[], None]) -> bool:
+        if name not in made:
+            try:
+                make()
+                made[name] = True
+            except Failed as error:
+                say(f"FAILED: {name}: {error}")
+                made[name] = False
+        return made[name]
+
+    ready = list[Task]()
     for task in tasks:
-        drafter = task.configuration.drafter
-        try:
-            policy.make_models(task.workload, [drafter] if drafter else [], say)
-        except Failed as error:
-            sys.exit(f"policies and drafters must be made first: {error}")
+        workload, kind = task.workload, task.configuration.drafter
+        has_models = is_made(f"policy of {workload.name}", partial(policy.make_policy, workload, say))
+        if has_models and kind is not None:
+            drafter = str(policy.find_drafters(workload)[kind])
+            has_models = is_made(drafter, partial(policy.make_drafter, workload, kind, say))
+        if has_models:
+            ready.append(task)
+        else:
+            say(f"left out: {workload.name} {task.configuration.name}, round {task.number}")
+    return ready
 
 
 def measure(policy: Policy, given: argparse.Namespace, console: Console) -> tuple[dict[str, dict[str, Steps]], int]:
     """Train the runs. Returns the steps by workload and row, and the number of failures."""
     runs = Runs(policy, given, KeptRuns(given.kept, describe_start()))
-    tasks = list_tasks(policy, given)
-    make_models(policy, tasks, console.print)
+    every = list_tasks(policy, given)
+    tasks = make_models(policy, every, console.print)
     found = {workload.name: defaultdict[str, Steps](dict) for workload in policy.workloads}
-    failures = 0
+    failures = len(every) - len(tasks)
     for done, task in enumerate(tasks, 1):
         began = time.monotonic()
         name = task.configuration.name
