@@ -6,14 +6,18 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from specrl.formats.reports import Phase
+from specrl.launcher.run_directory import RunDirectory
 from specrl.spec import load_spec
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo"
@@ -31,12 +35,16 @@ class Failed(Exception):
 def call(
     command: Sequence[str], log: Path, look: Callable[[], None] = lambda: None, glance_s: float = GLANCE_S
 ) -> None:
-    """Run a command to its end, with its output in `log`. On Ctrl-C the command ends cleanly first.
+    """Run a command to its end, with its output in `log`. On Ctrl-C, SIGTERM and SIGHUP the command ends cleanly first.
 
-    look: called every `glance_s` seconds meanwhile. Raises Failed.
+    look: called every `glance_s` seconds meanwhile. Raises Failed, and KeyboardInterrupt for all three signals.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w", encoding="utf-8") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
+    with (
+        log.open("w", encoding="utf-8") as file,
+        subprocess.Popen(command, stdout=file, stderr=file) as process,
+        _forward_ends(process),
+    ):
         try:
             while process.poll() is None:
                 look()
@@ -45,10 +53,39 @@ def call(
                 except subprocess.TimeoutExpired:
                     continue
         except KeyboardInterrupt:
-            process.wait()  # the command got the terminal's signal, too
+            process.wait()  # the command got the signal, too
             raise
     if process.returncode:
         raise Failed(f"exit code {process.returncode}; see {log}")
+
+
+@contextmanager
+def _forward_ends(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Pass SIGTERM and SIGHUP on to a command, and raise KeyboardInterrupt, while the context is open.
+
+    A terminal sends Ctrl-C to both. These two may reach this process alone, and the command would go on beside the next
+    one. A command that gets a signal twice ends at once.
+    """
+
+    def forward(_number: int, _frame: FrameType | None) -> None:
+        process.terminate()
+        raise KeyboardInterrupt
+
+    # Not one that is ignored, as nohup does with SIGHUP.
+    kept = [it for it in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(it) is not signal.SIG_IGN]
+    before = [signal.signal(number, forward) for number in kept]
+    try:
+        yield
+    finally:
+        for number, handler in zip(kept, before, strict=True):
+            signal.signal(number, handler)
+
+
+def refuse_live_runs(runs: Path) -> None:
+    """Raise Failed if a launcher still runs a run in a folder, which nobody may delete or measure beside."""
+    for lock in runs.glob("*/lock"):
+        if RunDirectory(lock.parent).has_launcher():
+            raise Failed(f"{lock.parent} must have ended, got a run that another launcher is running; stop that one")
 
 
 def overrides_of(fields: Mapping[str, str]) -> list[str]:
@@ -73,6 +110,7 @@ def run(
 
     trained: called every second with the number of steps that the run has trained. Raises Failed.
     """
+    refuse_live_runs(runs)
     wanted = identify_run(fields, run_file)
     found = find_finished(runs) if read_settings(runs) == wanted else None
     if found is None:
@@ -110,6 +148,7 @@ def initialise_drafter(
             raise Failed(f"{out} must be a drafter of these settings, got another; delete it, or use another --out")
         return
     runs = out.with_name(f"{out.name}-run")
+    refuse_live_runs(runs)
     started = [file.parent for file in runs.glob("*/run.yaml")] if read_settings(runs) == wanted else []
     if started:
         command = [str(SPECRL), "drafter", "init", "--plain", "--resume", str(started[0]), "--out", str(out)]

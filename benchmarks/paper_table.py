@@ -17,11 +17,11 @@ cannot be made, its rows are left out, and the exit code is 1. There is a drafte
 on the policy's own answers to the run's prompts, and one on those to another task. Smollm2 also has one on general chat
 text, and a draft model of its first layers.
 
-Finished runs are kept in a file and not repeated, so the same command continues after Ctrl-C. Another machine goes on
-with that file and with --out without its folders `runs`: a run is known by the content of policy, drafter, data and run
-file, so other drafters make other runs. --gsm8k FILE and the data set of the hub do not count as the same data, so give
-the same one everywhere. A row and its reference are always of one boot of one machine, with one commit and the same
-versions. So whoever goes on elsewhere makes the reference of the round again.
+Finished runs are kept in a file and not repeated, so the same command continues after Ctrl-C or SIGTERM. Another
+machine goes on with that file and with --out without its folders `runs`: a run is known by the content of policy,
+drafter, data and run file, so other drafters make other runs. --gsm8k FILE and the data set of the hub do not count as
+the same data, so give the same one everywhere. A row and its reference are always of one boot of one machine, with one
+commit and the same versions. So whoever goes on elsewhere makes the reference of the round again.
 
 All figures of a row are of the steps that its reference, the row without speculation at the same policy lag, has, too;
 "steps" is their number. Speeds are ratios to that row: the median of the ratios of equal steps, and in brackets their

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 from benchmarks import demo_runs
+
+from specrl.launcher.run_directory import RunDirectory
 
 # Called with `run -f FILE --runs RUNS ...`. Its run finishes at once, and its run file is not that which was asked for.
 FINISHES = """#!/bin/sh
@@ -39,3 +43,47 @@ def test_a_run_whose_file_was_resolved_is_kept_under_the_settings_that_were_aske
     assert not (tmp_path / "runs" / "demo-1" / "export").exists()
     demo_runs.run({"schedule.steps": "4"}, tmp_path / "runs")
     assert count_starts(tmp_path) == 2
+
+
+# A run that goes on until SIGTERM, and then writes what it saves.
+GOES_ON = """#!/bin/sh
+trap 'touch "$5/../saved"; exit 130' TERM
+touch "$5/../started"
+while true; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_run_ends_before_the_benchmark_that_is_told_to_end(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The benchmark alone ended, so that the next one measured beside its run."""
+    install_program(monkeypatch, tmp_path, GOES_ON)
+
+    def end_once_started(_steps: int) -> None:
+        if (tmp_path / "started").exists():
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    monkeypatch.setattr(demo_runs, "GLANCE_S", 0.01)
+    with pytest.raises(KeyboardInterrupt):
+        demo_runs.run({}, tmp_path / "runs", end_once_started)
+    assert (tmp_path / "saved").exists()
+    assert signal.getsignal(number) is before
+
+
+def test_signal_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        demo_runs.call(["sleep", "0.1"], tmp_path / "log", lambda: os.kill(os.getpid(), signal.SIGHUP), 0.02)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_folder_of_a_run_that_goes_on_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_program(monkeypatch, tmp_path, FINISHES)
+    directory = RunDirectory(tmp_path / "runs" / "demo-1")
+    directory.path.mkdir(parents=True)
+    with directory.lock(), pytest.raises(demo_runs.Failed, match="must have ended, got a run that another launcher"):
+        demo_runs.run({}, tmp_path / "runs")
+    demo_runs.run({}, tmp_path / "runs")
