@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from specrl.files import cache_folder
 from specrl.formats.reports import Phase
 from specrl.launcher.run_directory import RunDirectory
 from specrl.spec import load_spec
@@ -33,16 +34,21 @@ class Failed(Exception):
 
 
 def call(
-    command: Sequence[str], log: Path, look: Callable[[], None] = lambda: None, glance_s: float = GLANCE_S
+    command: Sequence[str],
+    log: Path,
+    look: Callable[[], None] = lambda: None,
+    glance_s: float = GLANCE_S,
+    environment: Mapping[str, str] | None = None,
 ) -> None:
     """Run a command to its end, with its output in `log`. On Ctrl-C, SIGTERM and SIGHUP the command ends cleanly first.
 
-    look: called every `glance_s` seconds meanwhile. Raises Failed, and KeyboardInterrupt for all three signals.
+    look: called every `glance_s` seconds meanwhile. environment: variables that the command has besides ours. Raises
+    Failed, and KeyboardInterrupt for all three signals.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
         log.open("w", encoding="utf-8") as file,
-        subprocess.Popen(command, stdout=file, stderr=file) as process,
+        subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **(environment or {})}) as process,
         _forward_ends(process),
     ):
         try:
@@ -104,11 +110,13 @@ def run(
     runs: Path,
     trained: Callable[[int], None] = lambda _: None,
     run_file: Path = RUN_FILE,
+    environment: Mapping[str, str] | None = None,
 ) -> Path:
     """Return the folder of the finished run with these fields, below `runs`. A finished run is not repeated, unless the
     content of its policy, drafter or data has changed.
 
-    trained: called every second with the number of steps that the run has trained. Raises Failed.
+    trained: called every second with the number of steps that the run has trained. environment: variables that the run
+    has besides ours. Raises Failed.
     """
     refuse_live_runs(runs)
     wanted = identify_run(fields, run_file)
@@ -116,13 +124,29 @@ def run(
     if found is None:
         clear_runs(runs, wanted)
         log = runs.with_suffix(".log")
-        call(begin(fields, runs, "run", run_file=run_file), log, lambda: trained(_steps(runs)))
+        command = begin(fields, runs, "run", run_file=run_file)
+        call(command, log, lambda: trained(_steps(runs)), environment=environment)
         found = find_finished(runs)
         if found is None:
             raise Failed(f"no finished run; see {log}")
         for unread in ("checkpoints", "export"):  # tens of MB per run
             shutil.rmtree(found / unread, ignore_errors=True)
     return found
+
+
+def make_own_cache(folder: Path) -> dict[str, str]:
+    """Make a cache folder without step costs of earlier runs, and return the variable that names it.
+
+    It shares everything else with the user's cache. From kept costs an adaptive draft length starts as an earlier run
+    ended, so a run would depend on those before it.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (cache_folder() / "references").mkdir(parents=True, exist_ok=True)  # or each run would check all references
+    for shared in cache_folder().iterdir():
+        if shared.name != "draft-costs":
+            (folder / shared.name).symlink_to(shared.resolve())
+    return {"SPECRL_CACHE_DIR": str(folder)}
 
 
 def make_drafter(policy: Path, out: Path, look: Callable[[], None] = lambda: None) -> Path:

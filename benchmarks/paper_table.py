@@ -8,14 +8,15 @@ Every row is `specrl run`: real RL, with 4 rollouts per step (32 in the workload
 one core and one trainer rank share two cores. Synchronous, the trainer uses both; at policy lag 1 it uses the other
 one. Phases come from the runs' metrics.jsonl; the first step of a run warms up and is left out. All rows of a workload
 have the same first policy, prompts and seeds. Rows take turns in rounds, each in another order and with other prompts,
-so that a noisy machine affects all rows equally; only the reference of a row comes before it.
+so that a noisy machine affects all rows equally; only the reference of a row comes before it. Every run starts without
+the step costs that earlier runs left in the cache, so a chosen draft length learns them anew in its first steps.
 
 `--policy toy` is made here: 24 layers, for which a one-layer drafter is cheap. `--policy smollm2` is
 SmolLM2-135M-Instruct, from the package registry. It needs GSM8K (--gsm8k), about ten hours of CPU, and for its row
 `suffix` the package of `make suffix`. Policies and drafters are made once, below --out, before the first run. If one
-cannot be made, its rows are left out, and the exit code is 1. There is a drafter initialised
-on the policy's own answers to the run's prompts, and one on those to another task. Smollm2 also has one on general chat
-text, and a draft model of its first layers.
+cannot be made, its rows are left out, and the exit code is 1. There is a drafter initialised on the policy's own
+answers to the run's prompts, and one on those to another task. Smollm2 also has one on general chat text, and a draft
+model of its first layers.
 
 Finished runs are kept in a file and not repeated, so the same command continues after Ctrl-C or SIGTERM. Another
 machine goes on with that file and with --out without its folders `runs`: a run is known by the content of policy,
@@ -26,9 +27,9 @@ commit and the same versions. So whoever goes on elsewhere makes the reference o
 All figures of a row are of the steps that its reference, the row without speculation at the same policy lag, has, too;
 "steps" is their number. Speeds are ratios to that row: the median of the ratios of equal steps, and in brackets their
 middle half. At policy lag 1, steps that wait alternate with steps that do not, so the ratio of the means is used, and
-of whole steps only. "a token" is the speed of generation in seconds per token: all rows sample from
-one distribution, but not the same lengths. "exposed" is exposed generation: seconds of a step, and share of it. As in
-the paper, no row has a canary.
+of whole steps only. "a token" is the speed of generation in seconds per token: all rows sample from one distribution,
+but not the same lengths. "exposed" is exposed generation: seconds of a step, and share of it. As in the paper, no row
+has a canary.
 
 Every row that the paper publishes (arXiv 2604.26779; Qwen3-8B-Base and Qwen3-8B on 32 GB200) has a line, with its
 figures and our error, also if it was not measured here. Model and machine differ, so compare the direction and not the
@@ -46,7 +47,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.demo_runs import Failed, identify_run, run
+from benchmarks.demo_runs import Failed, identify_run, make_own_cache, run
 from benchmarks.paper_policies import Fields, Policy, RealPolicy, Say, ToyPolicy
 from benchmarks.paper_rows import (
     CONFIGURATIONS,
@@ -115,9 +116,9 @@ class Runs:
         say(f"  training {name}")
         self._failed.add(key)
         runs = self._given.out / task.workload.name / "runs" / f"{name}-{self._kept.start}"
-        metrics = (
-            run(self._list_fields(task), runs, run_file=self._policy.find_run_file(task.workload)) / "metrics.jsonl"
-        )
+        run_file = self._policy.find_run_file(task.workload)
+        environment = make_own_cache(self._given.out / "cache")
+        metrics = run(self._list_fields(task), runs, run_file=run_file, environment=environment) / "metrics.jsonl"
         self._kept.keep_steps(key, read_steps(metrics.read_text(encoding="utf-8"), self._kept.start, task.number))
         self._failed.remove(key)
 

@@ -33,6 +33,9 @@ run = runs / "demo-1"
 run.mkdir(parents=True, exist_ok=True)
 (run / "run.yaml").touch()
 if out is None:
+    cache = Path(os.environ["SPECRL_CACHE_DIR"])
+    assert not (cache / "draft-costs").exists() and (cache / "gguf" / "model").exists()
+    (cache / "draft-costs").mkdir()
     (run / "metrics.jsonl").write_text({steps!r})
     (run / "status.json").write_text('{{"phase": "finished"}}')
 elif {weak!r} in out.name:
@@ -80,6 +83,9 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace
     program.write_text(text, encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.setattr(demo_runs, "SPECRL", program)
+    for name in ("draft-costs", "gguf"):
+        (tmp_path / "cache" / name / "model").mkdir(parents=True)
+    monkeypatch.setenv("SPECRL_CACHE_DIR", str(tmp_path / "cache"))
     out = tmp_path / "out"
     configs = ("none", "eagle3:3", "weak", "ngram")
     return argparse.Namespace(out=out, kept=out / "kept.jsonl", only=["base"], configs=configs, rounds=1, steps=3)
@@ -109,6 +115,14 @@ def test_finished_runs_and_drafters_are_not_made_again(given: argparse.Namespace
         _, failures = measure(StandIn(given.out), given, Console(quiet=True))
         assert failures == 0
     assert [command for command, _ in list_calls(given)] == ["drafter", "run", "run"]
+
+
+def test_no_run_has_the_step_costs_of_an_earlier_one(given: argparse.Namespace) -> None:
+    """A chosen draft length began with those in the user's cache, so a row depended on the runs before it."""
+    found, failures = measure(StandIn(given.out), given, Console(quiet=True))
+    assert found["base"]["ngram"], "the stand-in fails where it finds step costs, and leaves some"
+    assert [path.name for path in (given.out.parent / "cache" / "draft-costs").iterdir()] == ["model"]
+    assert failures == 1, "of the weak drafter"
 
 
 def test_another_start_makes_the_reference_of_a_row_first(given: argparse.Namespace) -> None:
