@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -34,18 +33,21 @@ from pathlib import Path
 from statistics import mean, median
 
 import numpy as np
+from demo_runs import RUN_FILE, initialise_drafter, overrides_of, run
 from rich.console import Console
 from rich.table import Table
 
 from specrl.coordinator.ledger import SqliteStore
+from specrl.files import write_folder
 from specrl.records import Batch, FinishReason, Rollout, TrainRollout, VersionSpan
 from specrl.spec import RunSpec, load_spec
 
 HERE = Path(__file__).resolve().parent
-RUN_FILE = HERE.parent / "examples" / "demo" / "run.yaml"
-SPECRL = Path(sys.executable).with_name("specrl")
 OTHER_FAMILY = "{generated: {family: ledger, count: 512, seed: 1}}"
-DRAFTERS = {"in-domain": [], "weak": [f"prompts.source={OTHER_FAMILY}", "prompts.maxTokens=64"]}
+DRAFTERS: dict[str, dict[str, str]] = {
+    "in-domain": {},
+    "weak": {"prompts.source": OTHER_FAMILY, "prompts.maxTokens": "64"},
+}
 RUNS = {
     "weak, adapted": ("weak", True),
     "weak, fixed": ("weak", False),
@@ -62,11 +64,16 @@ SEEDS = (1, 2)  # of the pairs
 TEN = 10  # steps of a row of the pairs' table
 DRAFT_MODEL = "draftModel"
 # No penalty worth the name: it only makes the run measure how far the policy has moved.
-MEASURED_KL = "trainer.loss.referenceKl={coefficient: 1e-9}"
-HALF = ["generation.replicas=1", "trainer.parallelism.data=1", "schedule.promptsPerStep=8"]  # of the demo, to save time
-EVEN_DIGITS = f"rewards.python={{function: 'even_digits:compute_reward', folder: {json.dumps(str(HERE))}}}"
-REWARDS = {"even-digits": ["rewards.exact=null", EVEN_DIGITS], "demo": []}  # overrides of the pairs
-RATE = "trainer.optimizer.learningRate=5e-4"  # of the policy in the pairs: at the demo's it hardly moves
+MEASURED_KL = {"trainer.loss.referenceKl": "{coefficient: 1e-9}"}
+# Half of the demo, to save time.
+HALF = {"generation.replicas": "1", "trainer.parallelism.data": "1", "schedule.promptsPerStep": "8"}
+EVEN_DIGITS = f"{{function: 'even_digits:compute_reward', folder: {json.dumps(str(HERE))}}}"
+# Fields of the pairs.
+REWARDS: dict[str, dict[str, str]] = {
+    "even-digits": {"rewards.exact": "null", "rewards.python": EVEN_DIGITS},
+    "demo": {},
+}
+RATE = {"trainer.optimizer.learningRate": "5e-4"}  # of the policy in the pairs: at the demo's it hardly moves
 
 
 @dataclass(frozen=True)
@@ -81,38 +88,31 @@ class Setting:
     learning_rate: str
     reward: str
 
-    def command(self, *arguments: str | Path, overrides: list[str]) -> None:
-        """Run a specrl command on the demo's run file. Its output goes to standard output."""
-        policy = f"model.path={json.dumps(str(self.policy.resolve()))}"
-        settings = [part for item in [policy, "validation=null", *overrides] for part in ("--set", item)]
-        subprocess.run([SPECRL, *arguments, "-f", RUN_FILE, "--plain", *settings], check=True)
+    def train(self, name: str, fields: dict[str, str]) -> Path:
+        """Return the folder of the finished run of that name with these fields of the demo's run file."""
+        return run(self._complete(fields), self.out.resolve() / name)
 
+    def initialise(self, name: str, fields: dict[str, str]) -> Path:
+        """Return the drafter of that name, initialised in a run with these fields."""
+        initialise_drafter(self._complete(fields), self.out.resolve() / name)
+        return self.out.resolve() / name
 
-def drafter(setting: Setting, name: str) -> Path:
-    """Return the initialised drafter of that name; initialise it if needed."""
-    folder = setting.out / f"drafter-{name}"
-    if not folder.exists():
-        setting.command(
-            *("drafter", "init", "--out", folder, "--runs", setting.out / "runs"),
-            overrides=[f"name=drafter-{name}", *DRAFTERS[name]],
-        )
-    return folder
+    def _complete(self, fields: dict[str, str]) -> dict[str, str]:
+        return {"model.path": json.dumps(str(self.policy.resolve())), "validation": "null", **fields}
 
 
 def acceptance(setting: Setting, start: str, *, is_adapted: bool) -> list[float]:
     """Return the acceptance length of each step of a run. Steps without drafts are left out."""
-    runs = setting.out / f"run-{start}-{'adapted' if is_adapted else 'fixed'}-{setting.steps}"
-    if not list(runs.glob("*/export")):
-        head = drafter(setting, start).resolve()
-        setting.command(
-            *("run", "--runs", runs),
-            overrides=[
-                f"generation.speculation.eagle3.path={json.dumps(str(head))}",
-                f"trainer.drafter.online={str(is_adapted).lower()}",
-                f"schedule.steps={setting.steps}",
-            ],
-        )
-    store = SqliteStore(next(iter(runs.glob("*/export"))).parent / "store.db")
+    head = setting.initialise(f"drafter-{start}", DRAFTERS[start])
+    run_folder = setting.train(
+        f"run-{start}-{'adapted' if is_adapted else 'fixed'}-{setting.steps}",
+        {
+            "generation.speculation.eagle3.path": json.dumps(str(head)),
+            "trainer.drafter.online": str(is_adapted).lower(),
+            "schedule.steps": str(setting.steps),
+        },
+    )
+    store = SqliteStore(run_folder / "store.db")
     found = [report["acceptanceLength"] for report in store.read_reports() if report["acceptanceLength"] is not None]
     store.close()
     return found
@@ -120,8 +120,8 @@ def acceptance(setting: Setting, start: str, *, is_adapted: bool) -> list[float]
 
 def small_model(setting: Setting) -> Path:
     """Return a draft model, distilled on the policy's rollouts: one layer, half as wide, with the same tokenizer."""
-    folder = setting.out / "draft-model"
-    if not folder.exists():
+    fresh = setting.out / "fresh"
+    if not fresh.exists():
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -131,23 +131,18 @@ def small_model(setting: Setting) -> Path:
         )
         config.update({"intermediate_size": config.intermediate_size // 2, "num_attention_heads": 2})
         torch.manual_seed(0)
-        fresh = setting.out / "fresh"
-        AutoModelForCausalLM.from_config(config).save_pretrained(fresh)
-        for file in setting.policy.iterdir():
-            if file.suffix != ".safetensors" and not (fresh / file.name).exists():
-                shutil.copy(file, fresh / file.name)
-        setting.command(
-            *("drafter", "init", "--out", folder, "--runs", setting.out / "runs"),
-            overrides=["name=draft-model", speculate(fresh), "trainer.drafter.learningRate=3e-3"],
-        )
-    return folder
+        with write_folder(fresh) as scratch:
+            AutoModelForCausalLM.from_config(config).save_pretrained(scratch)
+            for file in setting.policy.iterdir():
+                if file.suffix != ".safetensors" and not (scratch / file.name).exists():
+                    shutil.copy(file, scratch / file.name)
+    return setting.initialise("draft-model", {**speculate(fresh), "trainer.drafter.learningRate": "3e-3"})
 
 
-def speculate(draft_model: Path) -> str:
-    """Return the override that drafts with a draft model."""
-    return (
-        f"generation.speculation={{draftModel: {{numDraftTokens: 3, path: {json.dumps(str(draft_model.resolve()))}}}}}"
-    )
+def speculate(draft_model: Path) -> dict[str, str]:
+    """Return the field that drafts with a draft model."""
+    path = json.dumps(str(draft_model.resolve()))
+    return {"generation.speculation": f"{{draftModel: {{numDraftTokens: 3, path: {path}}}}}"}
 
 
 def read_pair(setting: Setting, seed: int, *, is_online: bool) -> list[tuple[float, float]]:
@@ -155,23 +150,21 @@ def read_pair(setting: Setting, seed: int, *, is_online: bool) -> list[tuple[flo
 
     The acceptance length of a step without drafts is not a number.
     """
-    runs = setting.out / f"pair-{setting.reward}-{seed}-{'online' if is_online else 'frozen'}-{setting.steps}"
-    if not list(runs.glob("*/export")):
-        setting.command(
-            *("run", "--runs", runs),
-            overrides=[
-                speculate(small_model(setting)),
-                *HALF,
-                RATE,
-                MEASURED_KL,
-                *REWARDS[setting.reward],
-                f"trainer.drafter.online={str(is_online).lower()}",
-                f"trainer.drafter.learningRate={setting.learning_rate}",
-                f"schedule.steps={setting.steps}",
-                f"schedule.seed={seed}",
-            ],
-        )
-    store = SqliteStore(next(iter(runs.glob("*/export"))).parent / "store.db")
+    run_folder = setting.train(
+        f"pair-{setting.reward}-{seed}-{'online' if is_online else 'frozen'}-{setting.steps}",
+        {
+            **speculate(small_model(setting)),
+            **HALF,
+            **RATE,
+            **MEASURED_KL,
+            **REWARDS[setting.reward],
+            "trainer.drafter.online": str(is_online).lower(),
+            "trainer.drafter.learningRate": setting.learning_rate,
+            "schedule.steps": str(setting.steps),
+            "schedule.seed": str(seed),
+        },
+    )
+    store = SqliteStore(run_folder / "store.db")
     found = [(report["acceptanceLength"] or np.nan, report["referenceKl"]) for report in store.read_reports()]
     store.close()
     return found
@@ -236,10 +229,10 @@ def time_ratios(setting: Setting, lengths: tuple[int, int], console: Console) ->
     """Measure trainer time with adaptation divided by the time without, per turn. The order alternates."""
     from specrl.trainer.megatron_backend import MegatronBackend
 
-    overrides = [f"model.path={json.dumps(str(setting.policy.resolve()))}", "trainer.parallelism.data=1"]
+    fields = {"model.path": json.dumps(str(setting.policy.resolve())), "trainer.parallelism.data": "1"}
     if setting.drafter == DRAFT_MODEL:
-        overrides.append(speculate(small_model(setting)))
-    spec = load_spec(RUN_FILE, overrides)
+        fields |= speculate(small_model(setting))
+    spec = load_spec(RUN_FILE, overrides_of(fields))
     backend = MegatronBackend(spec)
     backend.load_model(None)
     ratios = []

@@ -1,4 +1,8 @@
-"""Starts and watches runs for benchmarks, of the demo's run file unless another is named, and keeps finished ones."""
+"""Starts and watches runs for benchmarks, of the demo's run file unless another is named, and keeps what has finished.
+
+What is kept is known by its settings and by the content of its models and data (`identify`), so that a benchmark never
+takes the results of others for its own.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from specrl.files import cache_folder
+from specrl.files import cache_folder, write_text
 from specrl.formats.reports import Phase
 from specrl.launcher.run_directory import RunDirectory
 from specrl.spec import load_spec
@@ -198,6 +202,25 @@ def identify(settings: Any) -> str:
     """
     text = json.dumps(_replace_paths(settings), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def read_kept(file: Path, settings: str) -> dict[str, Any] | None:
+    """Return the results that `write_kept` left; None without a file. settings: what `identify` returned for them.
+
+    Raises Failed if the file has results of others.
+    """
+    if not file.exists():
+        return None
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or found.get("settings") != settings:
+        raise Failed(f"{file} must have results of these settings, models and data, got others; name another file")
+    return found
+
+
+def write_kept(file: Path, settings: str, content: Mapping[str, Any]) -> None:
+    """Replace the results in a file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, json.dumps({"settings": settings, **content}, indent=1) + "\n")
 
 
 def _replace_paths(value: Any) -> Any:

@@ -21,7 +21,8 @@ would take.
 --fault trains with a sampler that is off by a little: it accepts drafts 1.5 times as often as their probability
 allows. The exit code is 0 if the test refuses it.
 
-Finished runs are kept in --out and in the results, and are not repeated. The same command goes on after Ctrl-C.
+Finished runs are kept in --out and in the results, and are not repeated. The same command goes on after Ctrl-C. Results
+of another policy, drafter or run file are refused.
 Exit code 1: not equivalent, or not known yet.
 """
 
@@ -39,12 +40,11 @@ from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 from typing import Any, NamedTuple
 
-from benchmarks.demo_runs import make_drafter, run
+from benchmarks.demo_runs import RUN_FILE, Failed, identify, make_drafter, read_kept, run, write_kept
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import t as student
 
-from specrl.files import replace_file
 from specrl.launcher.run_directory import RunDirectory
 from specrl.report.reading import load_run
 
@@ -135,17 +135,12 @@ def count_seeds(deviation: float) -> int:
 class Results:
     """The accuracies of finished runs, in a file."""
 
-    def __init__(self, file: Path, policy: str) -> None:
+    def __init__(self, file: Path, policy: Path, drafter: Path) -> None:
+        """Read the file of an earlier call. Raises Failed if it is of another policy, drafter or run file."""
         self._file = file
-        self._policy = policy
-        self._rows: list[dict[str, Any]] = []
-        if file.exists():
-            found = json.loads(file.read_text(encoding="utf-8"))
-            if found["policy"] != policy:
-                sys.exit(
-                    f"{file} must have results of the policy {policy}, got {found['policy']}; use another --results"
-                )
-            self._rows = found["runs"]
+        self._policy = policy.name
+        self._settings = identify([RUN_FILE, policy, drafter, STEPS, PROBLEMS, SPECULATIONS])
+        self._rows: list[dict[str, Any]] = (read_kept(file, self._settings) or {"runs": []})["runs"]
 
     def find_accuracy(self, arm: Arm, seed: int) -> float | None:
         """Return the mean accuracy of a run; None if it is missing."""
@@ -159,10 +154,8 @@ class Results:
         row = {"speculation": arm.speculation, "lag": arm.lag, "seed": seed}
         self._rows.append(row | {"accuracy": [round(value, 4) for value in accuracy]})
         self._rows.sort(key=lambda it: (it["speculation"], it["lag"], it["seed"]))
-        self._file.parent.mkdir(parents=True, exist_ok=True)
         content = {"policy": self._policy, "steps": STEPS, "problems": PROBLEMS, "runs": self._rows}
-        with replace_file(self._file) as scratch:
-            scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_kept(self._file, self._settings, content)
 
     def compare_with_none(self, arm: Arm) -> Comparison | None:
         """Compare an arm with the one without speculation, by the seeds that both have. None if these are too few."""
@@ -246,8 +239,10 @@ def main() -> None:
     console = Console()
     policy = given.policy.resolve()
     out = given.out.resolve()
-    results = Results(given.results, policy.name)
-    make_drafter(policy, out)
+    try:
+        results = Results(given.results, policy, make_drafter(policy, out))
+    except Failed as error:
+        sys.exit(str(error))
     if given.fault:
         tested = [Arm(FAULTY, 0)]
     else:

@@ -34,14 +34,14 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 import psutil
-from benchmarks.demo_runs import RUN_FILE, Failed, begin, call, make_drafter
+from benchmarks.demo_runs import RUN_FILE, Failed, begin, call, identify, make_drafter, read_kept, write_kept
 from benchmarks.loss_curves import render_rows
 from benchmarks.peers_trl import TRANSFORMERS, VLLM, StepLine
 
@@ -295,12 +295,12 @@ class Benchmark:
     steps: int
 
     def load_marks(self, turn: int, arm: Arm) -> list[Mark] | None:
-        """Return the marks of a finished arm of as many steps; None if there is none."""
-        file = self._marks_file(turn, arm)
-        if not file.exists():
+        """Return the marks of a finished arm; None if there is none with these settings, policy and drafter."""
+        try:
+            found = read_kept(self._marks_file(turn, arm), self._identify(arm))
+        except Failed:
             return None
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return [Mark(**mark) for mark in found] if len(found) == self.steps else None
+        return None if found is None else [Mark(**mark) for mark in found["marks"]]
 
     def load_turns(self, turns: int) -> list[Turn]:
         """Return the marks of all arms that have finished, by turn."""
@@ -326,9 +326,16 @@ class Benchmark:
         watcher.look()
         if len(watcher.marks) != self.steps:
             raise Failed(f"{len(watcher.marks)} of {self.steps} steps; see {folder.with_suffix('.log')}")
-        with replace_file(self._marks_file(turn, arm)) as scratch:
-            scratch.write_text(json.dumps([mark._asdict() for mark in watcher.marks]) + "\n", encoding="utf-8")
+        self.keep_marks(turn, arm, watcher.marks)
         shutil.rmtree(folder)  # checkpoints and policies
+
+    def keep_marks(self, turn: int, arm: Arm, marks: Sequence[Mark]) -> None:
+        """Keep the marks of a finished arm."""
+        content = {"marks": [mark._asdict() for mark in marks]}
+        write_kept(self._marks_file(turn, arm), self._identify(arm), content)
+
+    def _identify(self, arm: Arm) -> str:
+        return identify([RUN_FILE, self.policy, self.drafter, self.steps, asdict(arm)])
 
     def _marks_file(self, turn: int, arm: Arm) -> Path:
         return self.out / f"turn-{turn}" / f"{arm.name}.json"

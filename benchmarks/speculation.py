@@ -16,7 +16,8 @@ engines with and without a drafter apart). Everything else keeps its measured ti
 
 Every table is printed a third time by the CPU time of the engine: tokens per second that its processes, without the
 front end, have computed. Other load on the machine changes that little. `--kept` keeps the slices of each load in a
-file. A second run with the same file measures only the loads that are not in it. A slice must have ten steps or more,
+file. A second run with the same file measures only the loads that are not in it. Slices of other models, another run
+file or other options are refused. A slice must have ten steps or more,
 so a model with long steps needs a longer `--slice` and `--learning`.
 
 Two measurements on the same prompts:
@@ -42,6 +43,7 @@ import itertools
 import json
 import math
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -53,6 +55,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from demo_runs import Failed, identify, identify_run, read_kept, write_kept
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -425,7 +428,11 @@ def tables(rows: Sequence[dict[str, Any]], title: str) -> list[Table]:
 async def run(arguments: argparse.Namespace, console: Console) -> None:
     """Start, measure, print, and write the rows if asked."""
     spec = load_spec(arguments.spec)
-    kept = read_kept(arguments.kept)
+    settings = identify_settings(arguments)
+    try:
+        kept = read_slices(arguments.kept, settings)
+    except Failed as error:
+        sys.exit(str(error))
     with tempfile.TemporaryDirectory() as scratch, Progress(console=console, disable=not console.is_terminal) as bar:
         engines = await start(spec, arguments.policy, arguments.drafter, Path(scratch))
         try:
@@ -441,7 +448,7 @@ async def run(arguments: argparse.Namespace, console: Console) -> None:
             for load, measure in measures.items():
                 if load not in kept:
                     kept[load] = await both(measure)
-                    write_kept(arguments.kept, kept)
+                    write_slices(arguments.kept, settings, kept)
             found = {load: kept[load] for load in measures}
             reports = {name: await draft_length_client.fetch_report(engines[name]._llm) for name in CONTROLLED}
         finally:
@@ -465,21 +472,29 @@ async def run(arguments: argparse.Namespace, console: Console) -> None:
         )
 
 
-def read_kept(file: Path | None) -> dict[str, dict[str, list[Slice]]]:
-    """Read the slices of an earlier run, by load and mode."""
-    if file is None or not file.exists():
+def read_slices(file: Path | None, settings: str) -> dict[str, dict[str, list[Slice]]]:
+    """Read the slices of an earlier run with these settings, by load and mode. Raises Failed for those of others."""
+    found = None if file is None else read_kept(file, settings)
+    if found is None:
         return {}
-    found = json.loads(file.read_text(encoding="utf-8"))
     return {
-        load: {name: [Slice.from_json(one) for one in own] for name, own in by.items()} for load, by in found.items()
+        load: {name: [Slice.from_json(one) for one in own] for name, own in by.items()}
+        for load, by in found["loads"].items()
     }
 
 
-def write_kept(file: Path | None, kept: dict[str, dict[str, list[Slice]]]) -> None:
+def write_slices(file: Path | None, settings: str, kept: dict[str, dict[str, list[Slice]]]) -> None:
     """Keep the slices, if a file is named."""
     if file is not None:
-        found = {load: {name: [one.to_json() for one in own] for name, own in by.items()} for load, by in kept.items()}
-        file.write_text(json.dumps(found) + "\n", encoding="utf-8")
+        loads = {load: {name: [one.to_json() for one in own] for name, own in by.items()} for load, by in kept.items()}
+        write_kept(file, settings, {"loads": loads})
+
+
+def identify_settings(arguments: argparse.Namespace) -> str:
+    """Return a digest of all that a load's slices depend on: engine, models and the command line."""
+    given = [getattr(arguments, name) for name in ("lengths", "rounds", "slice", "learning", "turns")]
+    models = [arguments.policy.resolve(), arguments.drafter.resolve()]
+    return identify([identify_run({}, arguments.spec), models, given])
 
 
 def main() -> None:

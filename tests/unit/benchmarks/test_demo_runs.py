@@ -87,3 +87,22 @@ def test_folder_of_a_run_that_goes_on_is_refused(tmp_path: Path, monkeypatch: py
     with directory.lock(), pytest.raises(demo_runs.Failed, match="must have ended, got a run that another launcher"):
         demo_runs.run({}, tmp_path / "runs")
     demo_runs.run({}, tmp_path / "runs")
+
+
+def test_kept_results_of_other_settings_or_models_are_refused(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"first")
+    file = tmp_path / "kept" / "results.json"
+    settings = demo_runs.identify([model, 8])
+    assert demo_runs.read_kept(file, settings) is None
+    demo_runs.write_kept(file, settings, {"runs": [1, 2]})
+    assert demo_runs.read_kept(file, demo_runs.identify([model, 8])) == {"settings": settings, "runs": [1, 2]}
+    with pytest.raises(demo_runs.Failed, match="got others; name another file"):
+        demo_runs.read_kept(file, demo_runs.identify([model, 9]))
+    (model / "model.safetensors").write_bytes(b"trained again")
+    with pytest.raises(demo_runs.Failed, match="got others; name another file"):
+        demo_runs.read_kept(file, demo_runs.identify([model, 8]))
+    file.write_text("[]", encoding="utf-8")
+    with pytest.raises(demo_runs.Failed, match="got others; name another file"):
+        demo_runs.read_kept(file, settings)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks import learning
+from benchmarks.demo_runs import Failed
 
 DEVIATION = 0.027  # what the benchmark's docstring takes a difference to vary by
 TRIALS = 4000
@@ -45,21 +46,27 @@ def test_runs_without_spread_are_compared_by_their_mean() -> None:
 
 
 def test_finished_runs_are_kept_and_those_of_another_policy_are_refused(tmp_path: Path) -> None:
+    """A policy counted by the name of its folder alone."""
     file = tmp_path / "learning.json"
-    results = learning.Results(file, "policy")
+    policy, drafter = tmp_path / "policy", tmp_path / "drafter"
+    for folder in (policy, drafter):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"first")
+    results = learning.Results(file, policy, drafter)
     arms = [learning.Arm(learning.NONE, 1), learning.Arm("n-gram", 1)]
     for seed in (1, 2):
         for place, arm in enumerate(arms):
             results.add_run(arm, seed, [0.5, 0.6 + 0.01 * seed * place])
 
-    again = learning.Results(file, "policy")
+    again = learning.Results(file, policy, drafter)
     assert again.find_accuracy(arms[0], 2) == pytest.approx(0.55)
     assert again.find_accuracy(arms[0], 3) is None
     found = again.compare_with_none(arms[1])
     assert found is not None
     assert (found.seeds, found.difference) == (2, pytest.approx(0.0075))
-    with pytest.raises(SystemExit, match="must have results of the policy other, got policy"):
-        learning.Results(file, "other")
+    (policy / "model.safetensors").write_bytes(b"trained again")
+    with pytest.raises(Failed, match="must have results of these settings, models and data, got others"):
+        learning.Results(file, policy, drafter)
 
 
 def test_the_fault_fits_the_present_sources_and_leaves_the_environment_alone(

@@ -79,16 +79,21 @@ def test_arms_have_names_of_their_own_and_a_choice_of_them_has_the_reference() -
             peers.parse_arms(text)
 
 
-def test_only_finished_arms_of_as_many_steps_are_kept(tmp_path: Path) -> None:
-    benchmark = peers.Benchmark(tmp_path, tmp_path, tmp_path, steps=8)
+def test_only_finished_arms_of_the_same_settings_are_kept(tmp_path: Path) -> None:
+    """Those of another policy or drafter in the same folder were taken for the present one's."""
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    (policy / "model.safetensors").write_bytes(b"first")
+    benchmark = peers.Benchmark(policy, policy, tmp_path, steps=8)
     arms = peers.ARMS[:2]
-    for turn, arm, steps in ((1, arms[0], 8), (1, arms[1], 8), (2, arms[0], 8), (2, arms[1], 7)):
-        file = tmp_path / f"turn-{turn}" / f"{arm.name}.json"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps([mark._asdict() for mark in make_marks(1, steps=steps)]), encoding="utf-8")
+    for turn, arm in ((1, arms[0]), (1, arms[1]), (2, arms[0])):
+        benchmark.keep_marks(turn, arm, make_marks(1))
+    peers.Benchmark(policy, policy, tmp_path, steps=7).keep_marks(2, arms[1], make_marks(1, steps=7))
     assert benchmark.load_marks(1, arms[0]) == make_marks(1)
     assert benchmark.load_marks(2, arms[1]) is None
     assert [len(turn) for turn in benchmark.load_turns(2)] == [2, 1]
+    (policy / "model.safetensors").write_bytes(b"trained again")
+    assert [len(turn) for turn in benchmark.load_turns(2)] == [0, 0]
 
 
 def test_steps_of_both_sides_are_marked_once_their_line_is_whole(tmp_path: Path) -> None:
