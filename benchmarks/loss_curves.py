@@ -11,7 +11,8 @@ from statistics import mean, stdev
 
 from scipy.stats import t as student
 
-from specrl.formats.statistics.pass_rates import effective_wilson_interval
+from specrl.formats.statistics.mean_reward import student_interval
+from specrl.formats.statistics.pass_rates import wilson_interval
 from specrl.report import charts
 from specrl.report.charts import ChartLine
 from specrl.report.words import format_number
@@ -92,17 +93,26 @@ Found = Mapping[Kind, Sequence[Outcome]]
 
 
 def last_with_interval(runs: Sequence[Outcome]) -> str:
-    """Accuracy of the last version: mean over seeds, and its 95 % interval over all their problems."""
+    """Accuracy of the last version: mean over seeds, and its 95 % interval over problems, which all seeds share."""
     values = [run.last for run in runs]
-    low, high = shares_interval(values, [run.problems for run in runs])
+    low, high = wilson_interval(mean(values), min(run.problems for run in runs))
     return f"{mean(values):.2f} ({low:.2f}-{high:.2f})"
 
 
-def shares_interval(shares: Sequence[float], problems: Sequence[int]) -> tuple[float, float]:
-    """Wilson interval of the mean of several validations, as if all problems were one sample."""
-    solved = [round(share * count) for share, count in zip(shares, problems, strict=True)]
-    values = [1.0] * sum(solved) + [0.0] * (sum(problems) - sum(solved))
-    return effective_wilson_interval(values, 1)
+def average_problems(by_seed: Sequence[Sequence[float]]) -> list[float]:
+    """Average each problem's rewards over seeds: answers to one problem are no independent sample."""
+    return [mean(rewards) for rewards in zip(*by_seed, strict=True)]
+
+
+def average_seeds(by_seed: Sequence[Sequence[float]]) -> list[float]:
+    """Average each seed's steps, without those that are not numbers: steps of one run are no independent sample."""
+    return [mean(value for value in steps if not math.isnan(value)) for steps in by_seed]
+
+
+def is_above_zero(differences: Sequence[float]) -> bool:
+    """Whether the 95 % interval of the mean lies above 0. False for a single value."""
+    ends = student_interval(differences)
+    return ends is not None and ends[0] > 0
 
 
 def mean_with_interval(differences: Sequence[float]) -> str:

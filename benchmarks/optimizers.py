@@ -7,8 +7,9 @@
 Learning: `specrl run` on examples/demo/run.yaml without speculation and without policy lag, 6 prompts x 8 rollouts per
 step, one update. Each optimizer is trained at each rate with each seed. Runs with the same seed have the same first
 policy, prompts and sampling seeds. Printed is the accuracy of the last version on 128 problems, with its 95 % interval
-over problems of all seeds. Each optimizer's best rate is the one with the best last accuracy over all seeds. There,
-Muon's accuracy less AdamW's has a 95 % interval over seeds (Student's t). The best of three is too high for both.
+over problems, each of which counts once for all seeds. Each optimizer's best rate is the one with the best last
+accuracy over all seeds. There, Muon's accuracy less AdamW's has a 95 % interval over seeds (Student's t). The best of
+three is too high for both.
 
 Costs: training steps of a random Qwen3 with about 7 million weights at one rank and one CPU thread. Each optimizer is
 measured in a process of its own, in turns. Printed: seconds, bytes of moments, and the largest resident size.

@@ -11,7 +11,7 @@ but for fewer prompts and a higher learning rate. The three ways share first pol
 
 Printed, as means over steps and seeds: mismatch between sampler and trainer, effective sample size, size of the sets,
 mean reward of the first and last steps. Then mean reward on the demo's validation problems before and after, sampled as
-in training, with its 95 % interval over problems and seeds.
+in training, with its 95 % interval over problems, each averaged over seeds.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
 
+from loss_curves import average_problems
 from rich.console import Console
 from rich.progress import track
 
@@ -197,8 +198,8 @@ def format_table(found: dict[str, list[TrainedSteps]]) -> str:
                 f"{mean(metrics.sampling_set_bytes or 0 for metrics in sets):.1f}" if sets else "",
                 f"{mean(mean(item.rewards[:ENDS]) for item in trained):.3f}",
                 f"{mean(mean(item.rewards[-ENDS:]) for item in trained):.3f}",
-                format_interval([value for item in trained for value in item.before]),
-                format_interval([value for item in trained for value in item.after]),
+                format_interval(average_problems([item.before for item in trained])),
+                format_interval(average_problems([item.after for item in trained])),
             )
         )
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
@@ -16,7 +17,11 @@ from benchmarks.loss_curves import (
     TRUNCATED,
     Kind,
     Outcome,
+    average_problems,
+    average_seeds,
+    is_above_zero,
     kinds,
+    last_with_interval,
     mean_with_interval,
     picture,
     table,
@@ -69,6 +74,21 @@ def test_worth_of_a_correction_is_paired_by_loss_and_seed() -> None:
 def test_interval_of_a_mean_is_students() -> None:
     assert mean_with_interval([0.1, 0.3]) == "+0.20 (-1.07 to +1.47)"  # 12.71 standard errors of 0.1
     assert mean_with_interval([0.1]) == "+0.10"
+
+
+def test_problems_that_all_seeds_share_count_once() -> None:
+    """128 problems of three seeds counted as 384 independent ones, so the interval was too narrow."""
+    assert last_with_interval([RUN, RUN, RUN]) == last_with_interval([RUN]) == "0.75 (0.66-0.82)"
+    assert average_problems([[1, 0, 0], [1, 1, 0]]) == [1, 0.5, 0]
+
+
+def test_gain_over_steps_is_judged_by_the_means_of_seeds() -> None:
+    """Twenty steps of two runs counted as independent. What two runs have in common, they show in every step."""
+    apart = average_seeds([[0.1] * 10, [0.3] * 9 + [math.nan]])
+    assert apart == [pytest.approx(0.1), pytest.approx(0.3)]
+    assert not is_above_zero(apart)
+    assert is_above_zero([0.2, 0.21, 0.2])
+    assert not is_above_zero([0.2])
 
 
 def test_picture_stands_alone_with_a_chart_of_each_lag_and_correction() -> None:
