@@ -47,7 +47,7 @@ test-py313: ## run the unit and contract tests on Python 3.13; record the result
 	@python3 tools/setup.py --python 3.13 --environment .venv-py313 $(if $(FIND_LINKS),--find-links "$(FIND_LINKS)")
 	.venv-py313/bin/python $(if $(ARGS),-m pytest tests/unit tests/contract $(ARGS),tools/recorded_tests.py run py313)
 
-test-deep: setup ## run the tests whose power is needed after a change of a sampler, a scheduler or a lock; record the result
+test-deep: setup ## run the tests that a change of a sampler, a scheduler, the trainer, the image or a lock needs; record them
 	$(BIN)/python tools/recorded_tests.py run deep
 
 controlplane: setup ## build etcd, Kubernetes 1.36, JobSet and LWS for the e2e tests (first time: minutes; needs Go)

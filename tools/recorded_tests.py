@@ -5,8 +5,9 @@
     python tools/recorded_tests.py run deep      run the tests; if they pass, write the record
 
 `py313` has the unit and contract tests on Python 3.13, and depends on the installed packages. `deep` has the tests
-marked `deep`, whose statistical power is needed after a change of a sampler, a scheduler or a lock. A record holds a
-hash of the files and the result of the last run. `make check` reads the records, and `.ci/run` runs outdated ones.
+marked `deep`: their statistical power, and further layouts of the trainer, are needed after a change of a sampler, a
+scheduler, the trainer, the control image or a lock. A record holds a hash of the files and the result of the last run.
+`make check` reads the records, and `.ci/run` runs outdated ones.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # Locks of environments that no test uses: the documentation site's, and those of images, which are part of cpu.lock.
 UNTESTED = {ROOT / "requirements" / f"{name}.lock" for name in ("docs", "cpu-runtime", "control-runtime")}
 
+TRAINER_HELPERS = ("conftest", "layout_worker", "reference", "runs", "worker", "worker_group")
+"""Modules of tests/integration/trainer that its deep tests use."""
+
 
 def packages_inputs() -> Iterator[tuple[str, bytes]]:
     """Yield what decides which packages are installed: locks, tables of pyproject.toml that name packages, setup."""
@@ -35,17 +39,22 @@ def packages_inputs() -> Iterator[tuple[str, bytes]]:
 
 
 def deep_inputs() -> Iterator[tuple[str, bytes]]:
-    """Yield samplers, schedulers, locks, and the deep tests themselves."""
+    """Yield samplers, schedulers, the trainer, the control image, locks, and the deep tests with their helpers."""
     yield from _files(
         "requirements/*.lock",
         "services/specrl/generation/vllm_backend/**/*.py",
         "services/specrl/generation/draft_lengths/*.py",
         *(f"services/specrl/coordinator/schedule/{name}.py" for name in ("scheduler", "restart")),
         *(f"services/specrl/coordinator/members/{name}.py" for name in ("registry", "replica_states")),
+        "services/specrl/trainer/megatron_backend/**/*.py",
+        "services/specrl/trainer/losses/**/*.py",
+        "services/specrl/weights/**/*.py",
+        "deploy/docker/Dockerfile",
         "tests/sampling_lab.py",
         "tests/enumeration.py",
         "tests/unit/coordinator/world.py",
         "tests/chaos/**/*.py",
+        *(f"tests/integration/trainer/{name}.py" for name in TRAINER_HELPERS),
     )
     for name, content in _files("tests/**/test_*.py"):
         if b"pytest.mark.deep" in content:
@@ -97,7 +106,12 @@ RECORDS = {
     record.name: record
     for record in (
         Record("py313", packages_inputs, ("tests/unit", "tests/contract"), "locks or setup"),
-        Record("deep", deep_inputs, ("tests", "--deep"), "a sampler, a scheduler, a lock or a deep test"),
+        Record(
+            "deep",
+            deep_inputs,
+            ("tests", "--deep"),
+            "a sampler, a scheduler, the trainer, the image, a lock or a deep test",
+        ),
     )
 }
 
