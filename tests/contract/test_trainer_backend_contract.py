@@ -353,6 +353,19 @@ def test_checkpoint_restores_everything(make: Make, tmp_path: Path) -> None:
     assert np.array_equal(found[1], expected[1])
 
 
+def test_step_0_is_saved_again_with_the_drafter_that_was_initialised_since(make: Make, tmp_path: Path) -> None:
+    """The first save made the optimizer look as if it had moments, and the second one failed as they were missing."""
+    backend = make()
+    backend.load_model(None)
+    target = checkpoints.step_directory(tmp_path, 0)
+    backend.save_checkpoint(target).result()
+    backend.train_drafter(rollouts(), (), plan_epochs(2, 1), tmp_path / "progress")
+    backend.save_checkpoint(target).result()
+    again = make()
+    again.load_model(target)
+    assert again.get_status().is_drafter_initialised
+
+
 def test_missing_checkpoint_is_an_error(make: Make, tmp_path: Path) -> None:
     with pytest.raises(CheckpointInvalid):
         make().load_model(tmp_path / "step-000001")

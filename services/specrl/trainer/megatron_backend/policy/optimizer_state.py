@@ -37,7 +37,8 @@ class OptimizerState:
     @property
     def has_moments(self) -> bool:
         """Whether an update has been made or loaded. Equal at all ranks."""
-        return any(part.optimizer.state for part in self._parts)
+        # A parameter whose master was read has an empty state: torch makes it when Megatron looks it up.
+        return any(found for part in self._parts for found in part.optimizer.state.values())
 
     def find_range(self, parameter: torch.Tensor) -> slice:
         """Return the elements of the flattened parameter whose state this rank has; possibly none."""
