@@ -1,7 +1,8 @@
 """The policies of benchmarks/paper_table.py: how they and their drafters are made, and the run file of each workload.
 
 `ToyPolicy` has 24 layers and 7.8 M parameters, and is trained here. `RealPolicy` is SmolLM2-135M-Instruct, a language
-model of 30 layers. All folders are made once, below --out, and an interrupted initialisation goes on.
+model of 30 layers. All folders are made once, below --out. An interrupted initialisation goes on if its settings are
+the same.
 """
 
 from __future__ import annotations

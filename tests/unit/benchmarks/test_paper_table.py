@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from benchmarks import demo_runs
 from benchmarks.demo_runs import RUN_FILE, Failed, initialise_drafter
-from benchmarks.paper_policies import Fields, Say
-from benchmarks.paper_rows import BASE, IN_DOMAIN, WEAK, Workload, rows_of
+from benchmarks.paper_policies import Fields, RealPolicy, Say
+from benchmarks.paper_rows import BASE, CHAT, CONFIGURATIONS, IN_DOMAIN, WEAK, Workload, rows_of
 from benchmarks.paper_runs import KeptRuns
 from benchmarks.paper_table import Runs, list_tasks, measure
 from rich.console import Console
@@ -159,3 +159,19 @@ def test_a_drafter_of_other_settings_is_refused(given: argparse.Namespace) -> No
     initialise_drafter(fields, drafter)
     with pytest.raises(Failed, match="must be a drafter of these settings, got another"):
         initialise_drafter(fields | {"schedule.seed": "7"}, drafter)
+
+
+def test_workloads_of_the_real_model_agree_on_the_drafters_that_they_share(given: argparse.Namespace) -> None:
+    """Otherwise the second of them would refuse what the first has made."""
+    for name in ("policy", "first-layers"):
+        (given.out / name).mkdir(parents=True)
+        (given.out / name / "model.safetensors").touch()
+    for name in ("train", "chat", "gsm8k"):
+        (given.out / f"{name}.jsonl").touch()
+    policy = RealPolicy(given.out, given.out / "gsm8k.jsonl")
+    for workload in policy.workloads:
+        kinds = {it.drafter for it in CONFIGURATIONS if it.name in workload.rows and it.drafter is not None}
+        for kind in sorted(kinds):
+            policy.make_drafter(workload, kind, lambda _: None)
+    made = [name for _, name in list_calls(given)]
+    assert sorted(made) == sorted(["drafter-json", "drafter-gsm8k", CHAT, "draft-model-json", "draft-model-gsm8k"])
