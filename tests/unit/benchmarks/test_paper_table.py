@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -49,7 +49,7 @@ else:
 class StandIn:
     """A policy whose drafters are made by `specrl`."""
 
-    workloads = (BASE,)
+    workloads: Sequence[Workload] = (BASE,)
 
     def __init__(self, out: Path) -> None:
         self._out = out
