@@ -23,9 +23,8 @@
       lock               held while a launcher runs the run    launcher
 
 Invariants: a folder appears under its name complete, with its run file and the checkpoint that the run starts from, or
-not at all. Only its owner can use it, and
-each file in it, whatever the umask. One launcher at a time holds the lock. The launcher and most commands use this
-module.
+not at all. Only its owner can use it, and each file in it, whatever the umask. One launcher at a time holds the lock.
+The launcher and most commands use this module.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from specrl.errors import (
     StoreFailed,
     VersionConflict,
 )
+from specrl.launcher.processes.programs import TRAINER_GRACE_S
 from specrl.records import Batch, DrafterEpoch, TrainMetrics, WeightGroup, wire
 from specrl.rpc.clients import TrainerClient
 from specrl.rpc.server import start_server
@@ -193,9 +194,9 @@ async def test_close_does_not_wait_for_a_long_write_or_a_running_call(
         await running
 
 
-def test_a_trainer_ends_within_the_grace_period_of_its_pod() -> None:
+def test_a_trainer_ends_within_the_grace_period_of_its_pod_and_of_a_local_run() -> None:
     waits = (main.GOODBYE_S, main.STOP_GRACE_S, service_module.SAVE_GRACE_S, service_module.CLOSE_GRACE_S)
-    assert sum(waits) < STOP_S
+    assert sum(waits) < min(STOP_S, TRAINER_GRACE_S)
 
 
 async def test_a_failed_checkpoint_is_written_at_the_next_request(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from specrl.spec import RunSpec
 # long that takes, and then writes a checkpoint. Both calls have deadlines, so a coordinator that takes longer hangs.
 SAVE_S = STEP_DEADLINE_S + CHECKPOINT_DEADLINE_S + 60.0
 
+TRAINER_GRACE_S = 30.0  # as in a pod; the trainer's own waits are shorter together
+
 
 def build_programs(spec: RunSpec, directory: RunDirectory, grpc_port: int, http_port: int) -> list[Program]:
     """Return every program of the run, the coordinator first.
@@ -55,7 +57,7 @@ def build_programs(spec: RunSpec, directory: RunDirectory, grpc_port: int, http_
     return [
         # stop_order 0: all others have the default 1, so they outlive the coordinator and its last requests.
         Program("coordinator", coordinator_rank, stop_order=0, grace_s=SAVE_S, ends_run=True),
-        Program("trainer", trainer_ranks),
+        Program("trainer", trainer_ranks, grace_s=TRAINER_GRACE_S),
         *(build_replica_program(spec, directory, grpc_port, number) for number in range(spec.generation.replicas)),
     ]
 
