@@ -33,7 +33,7 @@ from pathlib import Path
 from statistics import mean, median
 
 import numpy as np
-from demo_runs import RUN_FILE, initialise_drafter, overrides_of, run
+from demo_runs import RUN_FILE, Failed, initialise_drafter, overrides_of, run
 from loss_curves import average_seeds, is_above_zero, mean_with_interval
 from rich.console import Console
 from rich.table import Table
@@ -68,7 +68,7 @@ DRAFT_MODEL = "draftModel"
 MEASURED_KL = {"trainer.loss.referenceKl": "{coefficient: 1e-9}"}
 # Half of the demo, to save time.
 HALF = {"generation.replicas": "1", "trainer.parallelism.data": "1", "schedule.promptsPerStep": "8"}
-EVEN_DIGITS = f"{{function: 'even_digits:compute_reward', folder: {json.dumps(str(HERE))}}}"
+EVEN_DIGITS = f"{{function: 'even_digits:compute_reward', folder: {json.dumps(str(HERE / 'even_digits'))}}}"
 # Fields of the pairs.
 REWARDS: dict[str, dict[str, str]] = {
     "even-digits": {"rewards.exact": "null", "rewards.python": EVEN_DIGITS},
@@ -94,8 +94,11 @@ class Setting:
         return run(self._complete(fields), self.out.resolve() / name)
 
     def initialise(self, name: str, fields: dict[str, str]) -> Path:
-        """Return the drafter of that name, initialised in a run with these fields."""
-        initialise_drafter(self._complete(fields), self.out.resolve() / name)
+        """Return the drafter of that name, initialised in a run with these fields. Exits if it cannot be made."""
+        try:
+            initialise_drafter(self._complete(fields), self.out.resolve() / name)
+        except Failed as error:
+            sys.exit(str(error))
         return self.out.resolve() / name
 
     def _complete(self, fields: dict[str, str]) -> dict[str, str]:

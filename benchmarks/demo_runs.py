@@ -173,7 +173,10 @@ def initialise_drafter(
     settings = out.with_name(f"{out.name}.settings")
     if out.exists():
         if not settings.exists() or settings.read_text(encoding="utf-8") != wanted:
-            raise Failed(f"{out} must be a drafter of these settings, got another; delete it, or use another --out")
+            raise Failed(
+                f"{out} must be a drafter of these settings, got one of others or of an older version; delete it, or "
+                "use another --out"
+            )
         return
     runs = out.with_name(f"{out.name}-run")
     refuse_live_runs(runs)

@@ -105,8 +105,12 @@ def average_problems(by_seed: Sequence[Sequence[float]]) -> list[float]:
 
 
 def average_seeds(by_seed: Sequence[Sequence[float]]) -> list[float]:
-    """Average each seed's steps, without those that are not numbers: steps of one run are no independent sample."""
-    return [mean(value for value in steps if not math.isnan(value)) for steps in by_seed]
+    """Average each seed's steps, without those that are not numbers: steps of one run are no independent sample.
+
+    A seed without any number is left out.
+    """
+    numbers = [[value for value in steps if not math.isnan(value)] for steps in by_seed]
+    return [mean(steps) for steps in numbers if steps]
 
 
 def is_above_zero(differences: Sequence[float]) -> bool:

@@ -68,6 +68,8 @@ class KeptRuns:
         if file.exists():
             for line in read_whole_lines(file):
                 kept = json.loads(line)
+                if "start" not in kept:
+                    continue  # of an older version, which did not keep where a run was made
                 key = (kept["workload"], kept["row"], kept["round"], kept["settings"])
                 start_of_run = identify(kept["start"])
                 reports = [StepReport.model_validate(report) for report in kept["steps"]]

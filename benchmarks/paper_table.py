@@ -112,7 +112,7 @@ class Runs:
             return
         name = f"{task.configuration.name.replace(':', '-')}-round{task.number}"
         if key in self._failed:
-            raise Failed(f"{name}, which it is compared with, has failed before")
+            raise Failed(f"{name} has failed before")
         say(f"  training {name}")
         self._failed.add(key)
         runs = self._given.out / task.workload.name / "runs" / f"{name}-{self._kept.start}"

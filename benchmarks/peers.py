@@ -414,7 +414,10 @@ def main() -> None:
     policy = given.policy.resolve()
     out = given.out.resolve()
     if given.drafter is None:
-        drafter = make_drafter(policy, out, make_reporter(lambda: "making the drafter"))
+        try:
+            drafter = make_drafter(policy, out, make_reporter(lambda: "making the drafter"))
+        except Failed as error:
+            sys.exit(str(error))
     else:
         drafter = given.drafter.resolve()
     benchmark = Benchmark(policy, drafter, out, given.steps)

@@ -157,7 +157,7 @@ def test_a_drafter_of_other_settings_is_refused(given: argparse.Namespace) -> No
     fields = StandIn(given.out).list_fields(BASE)
     initialise_drafter(fields, drafter)
     initialise_drafter(fields, drafter)
-    with pytest.raises(Failed, match="must be a drafter of these settings, got another"):
+    with pytest.raises(Failed, match="must be a drafter of these settings, got one of others"):
         initialise_drafter(fields | {"schedule.seed": "7"}, drafter)
 
 
