@@ -33,7 +33,7 @@ from specrl.launcher.terminal.run_follower import RunFollower
 from specrl.launcher.terminal.view import View
 
 TURN_S = 0.25
-SERVING = (ReplicaState.SERVING, ReplicaState.UPDATING)  # entered only by a replica that has served
+SERVING = (ReplicaState.SERVING, ReplicaState.UPDATING)  # of a replica that has started and has its weights
 GIVEN_UP_CHARACTERS = 2000  # of all reasons together; as JSON each character takes up to 6 bytes of the 16 KiB
 
 
@@ -90,9 +90,8 @@ class LocalRun:
                 return replace(ended, status=read_stored_status(self._directory))
             # Waits for the coordinator's answer, at most REPORT_TIMEOUT_S; None while it starts or restarts.
             status = self._follower.show_updates()
-            if status is not None and status.step > self._trained:
-                self._trained = status.step
-                self._supervisor.forget_failures({it.id for it in status.replicas if it.state in SERVING})
+            if status is not None:
+                self._forget_failures(status)
             if status is not None and self._knows_other_replicas(status):
                 self._tell_given_up()
             if self._replicas is not None and status is not None and status.replicas_wanted is not None:
@@ -147,6 +146,13 @@ class LocalRun:
             if status is not None:
                 self._view.show_status(status)
             time.sleep(TURN_S)
+
+    def _forget_failures(self, status: StatusReport) -> None:
+        serving = {it.id for it in status.replicas if it.state in SERVING}
+        self._supervisor.forget_equal_failures(serving)
+        if status.step > self._trained:
+            self._trained = status.step
+            self._supervisor.forget_crashes(serving)
 
     @contextmanager
     def _count_interrupts(self) -> Iterator[None]:

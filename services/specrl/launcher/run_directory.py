@@ -157,7 +157,8 @@ def create_run(runs: Path, spec: RunSpec, fill: Callable[[Path], None] = lambda 
             number += 1
     except OSError as error:
         raise RunInvalid(
-            f"{runs} must take the files of a new run, got {error}; make room, or name another folder"
+            f"{runs} must take the files of a new run, got {error}; make room, name another folder, or repair "
+            "the file that the error names"
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)  # does nothing after the rename

@@ -34,6 +34,10 @@ _MOST_NUMBER_LETTERS = 100
 
 _NOT_ASCII = re.compile("[^ -~]")  # in JSON only inside of quotes
 
+_WITHOUT_DOT = re.compile(r'"(?:[^"\\]|\\.)*"|(?<![.\d])(\d+)e')
+"""In JSON: a text as a whole, or the digits of a number with an exponent but no dot, such as 1e-05. YAML reads that as
+text."""
+
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 _NUMBERS = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp")}
@@ -229,6 +233,7 @@ def quote_yaml(value: Any) -> str:
     two characters. It reads all characters in its own notation, with eight digits.
     """
     text = json.dumps(value, default=str, ensure_ascii=False)
+    text = _WITHOUT_DOT.sub(lambda found: f"{found[1]}.0e" if found[1] else found[0], text)
     return _NOT_ASCII.sub(lambda found: f"\\U{ord(found[0]):08x}", text)
 
 

@@ -177,7 +177,7 @@ def test_a_run_from_a_checkpoint_copies_it_and_refuses_an_unusable_one(place: Pa
     fakes("finished", summary=SUMMARY)
     (source / "unreadable").symlink_to(place / "nowhere")
     refused = specrl_command("run", "-f", str(file), "--checkpoint", str(source))
-    assert_refused(refused, "must take the files of a new run", "make room, or name another folder")
+    assert_refused(refused, "must take the files of a new run", "make room, name another folder, or repair")
     assert list((place / "runs").iterdir()) == [], "a run without its checkpoint would begin at step 1"
     (source / "unreadable").unlink()
     result = specrl_command("run", "-f", str(file), "--checkpoint", str(source), "--set", f"schedule.steps={steps + 1}")

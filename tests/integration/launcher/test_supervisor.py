@@ -272,7 +272,7 @@ def test_crashes_count_anew_once_a_program_has_served_or_a_step_was_trained(
             if has_served:
                 clock.now += SERVED_S
             else:
-                supervisor.forget_failures(())
+                supervisor.forget_crashes(())
             os.kill(events.started_pids("trainer")[-1], signal.SIGKILL)
             until(lambda: supervisor.poll() or supervisor.take_notices(), "the crash")
             clock.now += 1.0
@@ -307,7 +307,7 @@ def test_a_program_that_dies_after_minutes_without_a_trained_step_fails_the_run(
 def test_a_replica_that_dies_by_the_same_signal_three_times_is_given_up(tmp_path: Path, events: EventFile) -> None:
     clock = Clock()
     with supervised([a_program(tmp_path, "gen-0", may_leave=True)], clock) as supervisor:
-        supervisor.forget_failures({"gen-1"})
+        supervisor.forget_equal_failures({"gen-1"})
         ended = crash_until_end(supervisor, clock, events, "gen-0")
     assert f"gen-0 is given up: it failed {MAX_EQUAL_FAILURES} times in a row with signal SIGKILL" in ended.message
 

@@ -70,9 +70,11 @@ def test_aliases_that_people_write_are_read() -> None:
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
 NUMBERS = st.integers(-(10**50), 10**50) | st.floats(allow_nan=False, allow_infinity=False)
 VALUES = st.none() | st.booleans() | NUMBERS | TEXTS
+KEYS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)  # YAML's have up to 1024 characters
 
 
-@given(st.recursive(VALUES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3)))
+@given(st.recursive(VALUES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3)))
+@example([1e-5, 1e22, -5e-324, "1e5"])
 @example("models/\U0001f600 \x7f\x85\u2028 \\ud83d\\ude00")
 def test_a_value_that_is_quoted_is_read_as_it_was(value: object) -> None:
     """JSON's escapes of a character above U+FFFF were read as two characters, and refused as halves of one."""

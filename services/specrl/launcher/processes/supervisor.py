@@ -12,8 +12,8 @@ Each program (coordinator, a replica, the trainer with all its ranks) is one pro
                           anything else                        -> WAITING for a backoff that doubles, then RUNNING
     RUNNING --retire--> SIGTERM, SIGKILL after its grace period --any end--> LEFT
 
-"In a row" means that the program did nothing useful between: it lasted less than SERVED_S, and nobody called
-`forget_failures` for it, as `local_run` does when a step was trained.
+"In a row" means that the program did nothing useful between: it lasted less than SERVED_S, and `local_run` has called
+neither `forget_crashes`, as it does after a trained step, nor `forget_equal_failures`, as it does for serving replicas.
 
 No method blocks: `poll` looks once; `begin_stop` and `poll_stop` stop everything, the coordinator first. A program's
 `grace_s` bounds every wait of a stop; what is still alive then is killed. Call it from the main thread (child_guard.py
@@ -46,7 +46,7 @@ REFUSED_CODE = 2
 MAX_CRASHES = 5
 # A replica's start takes minutes, so one that ends again and again with the same message is not started six times.
 MAX_EQUAL_FAILURES = 3
-SERVED_S = 1800.0  # longer than the start of any program; one that lasted longer has served
+SERVED_S = 1800.0  # longer than most starts; a program that lasted longer counts as one that has served
 
 # Backoff before a restart: 0.5, 1, 2, 4, 8 and then 10 seconds.
 FIRST_BACKOFF_S = 0.5
@@ -187,12 +187,17 @@ class Supervisor:
         """Why replicas are started no more, by name."""
         return {slot.program.name: slot.given_up for slot in self._slots if slot.given_up}
 
-    def forget_failures(self, replicas: Collection[str]) -> None:
-        """Count failures anew for these replicas and for all other programs: they have trained a step together."""
+    def forget_equal_failures(self, replicas: Collection[str]) -> None:
+        """Count equal failures anew for these replicas: their start has succeeded."""
+        for slot in self._slots:
+            if slot.program.name in replicas:
+                slot.equal_failures = 0
+
+    def forget_crashes(self, replicas: Collection[str]) -> None:
+        """Count crashes anew for these replicas and for all other programs: they have trained a step together."""
         for slot in self._slots:
             if not slot.program.may_leave or slot.program.name in replicas:
                 slot.crashes = 0
-                slot.equal_failures = 0
 
     def keep_running(self, program: Program) -> None:
         """Keep a program running from the next poll on. A program that has left, or is leaving, comes back."""
