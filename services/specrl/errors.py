@@ -338,11 +338,12 @@ class ToolFailed(SpecrlError, RuntimeError):
 
 
 class NothingGraded(SpecrlError, RuntimeError):
-    """No rollout of a step was graded, so there is nothing to train on.
+    """No rollout of a step was graded, or no answer for a drafter is well-formed, so there is nothing to train on.
 
     The run ends, because a restart would repeat it.
 
-    Remedy: correct the verifier; `specrl rewards grade` tries it on stored rollouts. Then resume.
+    Remedy: correct the verifier; `specrl rewards grade` tries it on stored rollouts. Or see in the log why replicas
+    return malformed rollouts. Then resume.
     """
 
     exit_code = 2

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from google.protobuf.wrappers_pb2 import StringValue
 
-from specrl.errors import MemoryTooSmall, RecordInvalid, SpecrlError, TrainerFailed, first_line
+from specrl.errors import MemoryTooSmall, RecordInvalid, SpecInvalid, SpecrlError, TrainerFailed, first_line
 from specrl.trainer.calls import RANK_0_MAY_REFUSE, RankCalls, add_share, has_outlines
 from specrl.trainer.memory import exhaustion
 
@@ -56,6 +56,10 @@ _PHASES = {
     "TrainDrafter": ("the drafter's initialisation", exhaustion.OF_DRAFTER),
     "Score": ("a pass for log-probabilities", exhaustion.OF_PASSES),
 }
+
+
+_OF_ONE_RANK = (MemoryTooSmall, SpecInvalid)
+"""Errors that one rank may have alone. SpecInvalid: its node has an incomplete copy of the model."""
 
 
 class RankLost(TrainerFailed):
@@ -147,8 +151,8 @@ class AllRanks:
     def run_call[Request: Message, Reply](self, call: Callable[[RankCalls, Request], Reply], request: Request) -> Reply:
         """Run a method of RankCalls on every rank. Returns rank 0's result.
 
-        Raises the SpecrlError with which all ranks rejected the request; RankLost and MemoryTooSmall, after which the
-        process must end.
+        Raises the SpecrlError with which all ranks rejected the request; RankLost, MemoryTooSmall and SpecInvalid,
+        after which the process must end.
         """
         if has_outlines(request):
             raise RecordInvalid(
@@ -182,7 +186,7 @@ def decode_call(message: bytes) -> tuple[str, Message]:
 
 
 def follow_rank_0(calls: RankCalls, control: ControlGroup) -> None:
-    """Run rank 0's calls, at a rank other than 0, until `Close`. Raises RankLost and MemoryTooSmall."""
+    """Run rank 0's calls, at a rank other than 0, until `Close`. Raises RankLost, MemoryTooSmall and SpecInvalid."""
     name = ""
     while name != "Close":
         try:
@@ -193,7 +197,7 @@ def follow_rank_0(calls: RankCalls, control: ControlGroup) -> None:
             raise _to_rank_lost(error) from error
         try:
             _run_and_compare(control, name, partial(getattr(calls, name), request))
-        except (MemoryTooSmall, RankLost):
+        except (*_OF_ONE_RANK, RankLost):
             raise
         except SpecrlError:
             pass  # rank 0 has the same error, and answers the caller with it
@@ -202,8 +206,8 @@ def follow_rank_0(calls: RankCalls, control: ControlGroup) -> None:
 def _run_and_compare[Reply](control: ControlGroup, name: str, run: Callable[[], Reply]) -> Reply:
     """Run a call on this rank, and compare its outcome with those of the other ranks.
 
-    Raises this rank's SpecrlError if all ranks have one, RankLost if outcomes differ or a rank is gone, and
-    MemoryTooSmall at once.
+    Raises this rank's SpecrlError if all ranks have one, and RankLost if outcomes differ or a rank is gone.
+    MemoryTooSmall and SpecInvalid are raised at once.
     """
     refusal: SpecrlError | None = None
     result: Reply | None = None
@@ -211,12 +215,12 @@ def _run_and_compare[Reply](control: ControlGroup, name: str, run: Callable[[], 
         try:
             with _report_exhaustion(name):
                 result = run()
-        except MemoryTooSmall:
+        except _OF_ONE_RANK:
             raise
         except SpecrlError as error:
             refusal = error
         outcomes = control.gather_outcomes(_DONE if refusal is None else _REFUSED)
-    except MemoryTooSmall:
+    except _OF_ONE_RANK:
         raise  # the other ranks may wait for this one in the middle of the call; they notice that its process ends
     except Exception as error:  # the edge of the call: after any unexpected error the ranks may have different states
         raise _to_rank_lost(error) from error

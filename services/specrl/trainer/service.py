@@ -43,9 +43,9 @@ from specrl.trainer.checkpointing.origin import copy_from_origin
 from specrl.trainer.ranks import IDLE_CHECK_S, AllRanks, ControlGroup, RankLost
 
 # Longest waits when the trainer shuts down: for a checkpoint that is being written, then for the running call. With
-# those of `main.py` they end within a pod's grace period of 30 s. A checkpoint that is cut off leaves only a temporary
-# folder, which a later save deletes.
-SAVE_GRACE_S = 15.0
+# those of `main.py` and of traces, a pod of one rank ends within its grace period of 30 s. A checkpoint that is cut off
+# leaves only a temporary folder, which a later save deletes.
+SAVE_GRACE_S = 8.0
 CLOSE_GRACE_S = 5.0
 
 log = structlog.get_logger(__name__)

@@ -184,5 +184,5 @@ def test_a_mirror_belongs_to_the_same_run_in_a_version_with_other_fields_and_def
 
 
 def test_file_system_that_is_not_installed_is_named() -> None:
-    with pytest.raises(RunInvalid, match=r"nowhere://a.*pip install"):
+    with pytest.raises(RunInvalid, match=r"nowhere://a.*install the extra"):
         CheckpointMirror("nowhere://a", A_RUN)

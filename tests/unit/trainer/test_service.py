@@ -33,6 +33,7 @@ from specrl.records import Batch, DrafterEpoch, TrainMetrics, WeightGroup, wire
 from specrl.rpc.clients import TrainerClient
 from specrl.rpc.server import start_server
 from specrl.spec.run import Checkpoint
+from specrl.telemetry import otel
 from specrl.trainer import main
 from specrl.trainer import service as service_module
 from specrl.trainer.checkpointing import checkpoints
@@ -195,7 +196,7 @@ async def test_close_does_not_wait_for_a_long_write_or_a_running_call(
 
 
 def test_a_trainer_ends_within_the_grace_period_of_its_pod_and_of_a_local_run() -> None:
-    waits = (main.GOODBYE_S, main.STOP_GRACE_S, service_module.SAVE_GRACE_S, service_module.CLOSE_GRACE_S)
+    waits = (main.GOODBYE_S, main.STOP_GRACE_S, service_module.SAVE_GRACE_S, service_module.CLOSE_GRACE_S, otel.CLOSE_S)
     assert sum(waits) < min(STOP_S, TRAINER_GRACE_S)
 
 

@@ -33,7 +33,7 @@ from specrl.coordinator.rollouts.drafter_schedule import (
 from specrl.coordinator.rollouts.sampling import derive_seed, make_training_sampling
 from specrl.coordinator.rollouts.side_rollouts import make_side_requests, sample_rollouts
 from specrl.drafting.registry import find_kind
-from specrl.errors import PeerUnavailable, RecordInvalid
+from specrl.errors import NothingGraded, PeerUnavailable, RecordInvalid
 from specrl.formats.durations import format_duration
 from specrl.formats.reports import DrafterInitReport, Phase
 from specrl.records import (
@@ -180,6 +180,11 @@ async def _collect_lessons(answering: _Answering, prompts: int, held_out: set[st
         if request.rollout_id in answers
     ]
     training = [rollout for is_held_out, _, rollout in pairs if not is_held_out]  # a drafter needs no advantage
+    if not training:
+        raise NothingGraded(
+            f"the drafter must have a well-formed answer to learn from, got none of {len(requests)}; see "
+            "side_rollout_poisoned in the log, then resume"
+        )
     measured = [rollout for is_held_out, is_first, rollout in pairs if is_held_out and is_first]
     drafts = sum(max(0, item.rollout.sampled_length - 1) for item in measured)
     return _Lessons(training, measured, AnswersGiven(prompts, len(training), drafts))
@@ -193,6 +198,7 @@ class _Answering:
         self._wait_for_replica = wait_for_replica
         self.plan = context.spec.trainer.drafter.initialisation
         self.seconds = 0.0
+        self._given_up: set[str] = set()  # rollout ids; they stay left out, since an epoch is on the first N answers
 
     def make_requests(self, prompts: int) -> PromptedRequests:
         """Make the requests of the first `prompts` prompts. Those of fewer prompts are the first of them."""
@@ -231,14 +237,13 @@ class _Answering:
 
         log.info("drafter_rollouts_requested", missing=len(requests) - len(found), stored=len(found))
         self._context.phase.update(Phase.INITIALISING, progress.describe(len(found)), len(found), len(requests))
-        given_up: set[str] = set()
-        while missing := [item for item in requests if item[0].rollout_id not in found.keys() | given_up]:
+        while missing := [item for item in requests if item[0].rollout_id not in found.keys() | self._given_up]:
             try:
                 ended = await sample_rollouts(self._context, missing, store_answer)
             except PeerUnavailable:
                 await self._wait_for_replica()
             else:
-                given_up |= {item.rollout.rollout_id for item in ended} - found.keys()
+                self._given_up |= {item.rollout.rollout_id for item in ended} - found.keys()
         self.seconds += time.monotonic() - began
         return found
 

@@ -2,7 +2,8 @@
 
 They bypass the scheduler and are spread over the serving replicas. No step trains them.
 
-A malformed rollout is sampled again with another seed, and given up after MAX_ATTEMPTS, as in a training step.
+In validations and in the initialisation of a drafter, a malformed rollout is sampled again with another seed, and given
+up after MAX_ATTEMPTS, as in a training step. A canary leaves it out.
 """
 
 from __future__ import annotations
