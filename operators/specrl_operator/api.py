@@ -47,7 +47,8 @@ COORDINATOR = "coordinator"
 TRAINER = "trainer"
 GENERATION = "generation"
 STORE = "store"
-"""A component's name is also that of its container."""
+"""Components. Each is also the name of its container."""
+
 FETCH_PREFIX = "fetch-"
 """Names of the init containers that fetch volumes begin with it; a number follows."""
 

@@ -41,7 +41,8 @@ class ObservedState:
     """JobSet or Job."""
     generation: Object | None = None
     pods: tuple[Object, ...] = ()
-    """All but coordinators' that have ended: a Deployment replaces an evicted pod, but never deletes its object."""
+    """The job's pods, without coordinators' that have ended. A Deployment replaces an evicted pod, but never deletes
+    its object."""
     has_claim_template: bool = False
     domain: str | None = None
     """NVLink domain of the nodes that the trainer's pods are bound to; None: unknown, or not bound yet."""
@@ -95,7 +96,7 @@ def _is_own_container(pod: Object, status: Object) -> bool:
 
 
 def find_own_exit(pod: Object) -> tuple[int | None, str]:
-    """Return what `find_last_exit` does, of the operator's own containers.
+    """As `find_last_exit`, but of the operator's own containers alone.
 
     Exit codes mean something in these alone. For example, a Go program that panics exits with 2.
     """

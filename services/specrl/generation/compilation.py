@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 
 from specrl.machine import visible_gpus
 from specrl.models import ModelFolder
@@ -57,9 +59,10 @@ def estimate_gain(spec: RunSpec, layers: int) -> CompileGain:
     return CompileGain(steps, steps * layers * STEP_PER_LAYER_S, START_S + layers * START_PER_LAYER_S)
 
 
-def find_compiler() -> str | None:
-    """Find the C++ compiler that torch would call; None if there is none."""
-    return shutil.which(os.environ.get("CXX", "g++"))
+def can_compile() -> bool:
+    """Whether this node has what torch's C++ kernels need: the compiler that torch calls, and Python's headers."""
+    has_compiler = shutil.which(os.environ.get("CXX", "g++")) is not None
+    return has_compiler and (Path(sysconfig.get_path("include")) / "Python.h").exists()
 
 
 def resolve_eager(spec: RunSpec, policy: ModelFolder) -> RunSpec:
@@ -67,5 +70,5 @@ def resolve_eager(spec: RunSpec, policy: ModelFolder) -> RunSpec:
     if spec.generation.eager is not None or visible_gpus():
         return spec
     gain = estimate_gain(spec, policy.config_number("num_hidden_layers") or 0)
-    is_eager = not gain.is_worth_it or find_compiler() is None
+    is_eager = not gain.is_worth_it or not can_compile()
     return spec.model_copy(update={"generation": spec.generation.model_copy(update={"eager": is_eager})})

@@ -31,7 +31,7 @@ HELD_BYTES = CONTROL_BYTES // 2
 """Room for held rollouts in a registration, whose other half is left for the status."""
 
 HELD_FRAME_BYTES = 20
-"""Most bytes of a held rollout beside its id: three tags, two lengths of two bytes each, and a version of ten."""
+"""Bytes of a held rollout beside its id, rounded up: three tags, two lengths of two bytes, and a version of ten."""
 
 log = structlog.get_logger(__name__)
 

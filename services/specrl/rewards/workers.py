@@ -223,12 +223,12 @@ class WorkerPool[Work: WorkerSetup]:
         queued_s = time.monotonic()
         left_s = float(limit_s)
         while not (await asyncio.wait({awaited}, timeout=min(_POLL_S, left_s)))[0]:
-            if self._pool is not pool:  # a stopped pool may never resolve the futures that it has left
-                raise BrokenProcessPool
             elapsed_s, waited_s = spent.measure_seconds()
             if not spent.has_begun and time.monotonic() - queued_s > _START_S:
                 reason = f"no {self.noun} worker was ready within {_START_S} s"
                 return self._record_failure(FailureKind.UNGRADED, reason)
+            if self._pool is not pool:  # a stopped pool may never resolve the futures that it has left
+                raise BrokenProcessPool
             left_s = limit_s - (elapsed_s - min(waited_s, MAX_WAITING * limit_s))
             if left_s > 0:
                 continue

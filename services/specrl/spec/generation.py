@@ -209,8 +209,8 @@ class Generation(Section):
     tensorParallel above 1. Not on CPUs, for which vLLM has no such kernel."""
     eager: bool | None = None
     """True: compute without compilation and CUDA graphs. Null: false on GPUs. On CPUs, false costs half a minute of CPU
-    time or more at each start, and needs g++. So null is false there if the run is long enough to be worth it, which
-    follows from schedule, sampling.maxTokens and the policy's layers."""
+    time or more at each start, and needs g++ and Python's headers. So null is false there if the run is long enough to
+    be worth it, which follows from schedule, sampling.maxTokens and the policy's layers."""
     threads: Positive = 1
     """CPU threads of one replica."""
     gpus_per_replica: Annotated[WholeNumber, Field(ge=0, le=1024), OnCluster.ONLY] = 0

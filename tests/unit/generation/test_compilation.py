@@ -18,7 +18,7 @@ LAYERS = 8
 @pytest.fixture(autouse=True)
 def cpus_with_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "visible_gpus", tuple)
-    monkeypatch.setattr(compilation, "find_compiler", lambda: "/usr/bin/g++")
+    monkeypatch.setattr(compilation, "can_compile", lambda: True)
 
 
 def a_policy(layers: int | None = LAYERS) -> ModelFolder:
@@ -71,7 +71,7 @@ def test_gpus_keep_null(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "find_compiler", lambda: None)
+    monkeypatch.setattr(compilation, "can_compile", lambda: False)
     assert not is_compiled(a_run(10_000))
 
 
@@ -79,11 +79,14 @@ def test_model_that_names_no_layers_is_not_compiled() -> None:
     assert not is_compiled(a_run(10_000), a_policy(None))
 
 
-def test_compiler_is_the_one_that_torch_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compiling_needs_torchs_compiler_and_pythons_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
     compiler = tmp_path / "my-c++"
     compiler.touch(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    assert compilation.find_compiler() == str(compiler)
+    monkeypatch.setattr(compilation.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert not compilation.can_compile()
+    (tmp_path / "Python.h").touch()
+    assert compilation.can_compile()
     monkeypatch.setenv("CXX", str(tmp_path / "missing"))
-    assert compilation.find_compiler() is None
+    assert not compilation.can_compile()

@@ -468,7 +468,7 @@ def test_null_in_a_users_template_removes_a_field() -> None:
     ],
 )
 @pytest.mark.parametrize("gang", ["Kueue", "KAI", "Volcano"])
-def test_an_empty_key_in_a_users_template_is_nothing(part: Object, gang: str) -> None:
+def test_an_empty_key_in_a_users_template_is_ignored(part: Object, gang: str) -> None:
     """`labels:` without a value, as an editor or Helm may leave it, was a failure of the operator without end."""
     job = a_job(PAPER, {"trainer": {"podTemplate": part}, "scheduling": {"queueName": "a", "gang": gang}})
     plain = a_job(PAPER, {"scheduling": {"queueName": "a", "gang": gang}})

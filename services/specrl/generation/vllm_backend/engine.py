@@ -403,9 +403,9 @@ class VllmEngine:
             loaded = time.monotonic()
             self._counters.times.note_interruption()
             await self._resume_scheduling()
-        except SpecrlError as error:
+        except Exception as error:
             # Some tensors may be new, and scheduling may be paused for good: this engine must not be used again.
-            self._failure = error
+            self._failure = error if isinstance(error, SpecrlError) else EngineFailed(f"a load raised {error!r}")
             raise
         self._is_paused = False
         return LoadTiming(paused - began, loaded - paused, time.monotonic() - loaded)
