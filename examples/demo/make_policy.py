@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import sys
@@ -27,11 +28,11 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from specrl.prompts.families import GeneratedProblem, default_difficulty, family_names, generate_problem
-from specrl.spec.yaml_input import quote_yaml
 
 EXAMPLES = Path(__file__).resolve().parents[1]
 FAMILY = "wheels"
@@ -107,7 +108,7 @@ def make_policy(out: Path, wanted: Wanted, *, is_plain: bool) -> None:
 def settings(untrained: Path, wanted: Wanted) -> dict[str, str]:
     """Fields of the run file that are others for the warm-up."""
     return {
-        "model.path": quote_yaml(untrained.absolute()),
+        "model.path": yaml.dump(str(untrained.absolute()), default_style='"', width=math.inf).strip(),
         "model.maxLength": str(LONGEST),
         "prompts.maxTokens": str(LONGEST // 2),
         "checkpoint.everySteps": str(wanted.steps),
