@@ -201,7 +201,7 @@ def identify_run(fields: Mapping[str, str], run_file: Path = RUN_FILE) -> str:
 def identify(settings: Any) -> str:
     """Return a digest of settings. Existing absolute paths count by their content, and not by their names.
 
-    So a folder may move, to another machine, too. What is made from other inputs is something else.
+    So a folder may move, also to another machine, and other inputs give another digest.
     """
     text = json.dumps(_replace_paths(settings), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -5,8 +5,8 @@ policy, drafter and data in place of their paths. So folders may move, and anoth
 another run. The code is not part of it, but each line has the commit, the versions and the machine of its run.
 
 A row is compared with its reference only in runs of one start: one boot of one machine, with one commit and the same
-versions. Whoever goes on with a round elsewhere, or after an update, makes the round's reference again. Different
-rounds may be of different starts.
+versions. A round that goes on elsewhere, or after an update, needs its reference again. Different rounds may be of
+different starts.
 """
 
 from __future__ import annotations

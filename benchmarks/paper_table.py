@@ -154,7 +154,8 @@ def make_models(policy: Policy, tasks: Sequence[Task], say: Say) -> list[Task]:
 
     ready = list[Task]()
     for task in tasks:
-        workload, kind = task.workload, task.configuration.drafter
+        workload = task.workload
+        kind = task.configuration.drafter
         has_models = is_made(f"policy of {workload.name}", partial(policy.make_policy, workload, say))
         if has_models and kind is not None:
             drafter = str(policy.find_drafters(workload)[kind])

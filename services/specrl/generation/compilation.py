@@ -36,7 +36,7 @@ TOKENS_PER_DRAFTING_STEP = 2.0
 
 @dataclass(frozen=True)
 class CompileGain:
-    """What compiling costs and saves a replica over the whole run, in CPU seconds."""
+    """The cost of compiling for a replica and its saving over the whole run, in CPU seconds."""
 
     steps: float
     saved_s: float

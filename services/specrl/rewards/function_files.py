@@ -49,7 +49,7 @@ def _find_files(module: str, folder: str | None) -> list[Path]:
 
 
 class _ImportFinder(ModuleFinder):
-    """Finds imports as Python does. What it cannot read counts as not found, so that the rest is still searched."""
+    """Finds imports as Python does. A module that it cannot read counts as not found, so the rest is still searched."""
 
     def import_module(self, partname: str, fqname: str, parent: Any) -> Any:
         places = self.path if parent is None else parent.__path__

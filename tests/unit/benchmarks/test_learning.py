@@ -48,7 +48,8 @@ def test_runs_without_spread_are_compared_by_their_mean() -> None:
 def test_finished_runs_are_kept_and_those_of_another_policy_are_refused(tmp_path: Path) -> None:
     """A policy counted by the name of its folder alone."""
     file = tmp_path / "learning.json"
-    policy, drafter = tmp_path / "policy", tmp_path / "drafter"
+    policy = tmp_path / "policy"
+    drafter = tmp_path / "drafter"
     for folder in (policy, drafter):
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"first")

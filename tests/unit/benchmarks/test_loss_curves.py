@@ -83,7 +83,7 @@ def test_problems_that_all_seeds_share_count_once() -> None:
 
 
 def test_gain_over_steps_is_judged_by_the_means_of_seeds() -> None:
-    """Twenty steps of two runs counted as independent. What two runs have in common, they show in every step."""
+    """Twenty steps of two runs counted as independent. A difference between two runs shows in every step."""
     apart = average_seeds([[0.1] * 10, [0.3] * 9 + [math.nan]])
     assert apart == [pytest.approx(0.1), pytest.approx(0.3)]
     assert not is_above_zero(apart)

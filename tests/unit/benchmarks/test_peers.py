@@ -80,7 +80,7 @@ def test_arms_have_names_of_their_own_and_a_choice_of_them_has_the_reference() -
 
 
 def test_only_finished_arms_of_the_same_settings_are_kept(tmp_path: Path) -> None:
-    """Those of another policy or drafter in the same folder were taken for the present one's."""
+    """Arms of another policy or drafter in the same folder were taken for the present one's."""
     policy = tmp_path / "policy"
     policy.mkdir()
     (policy / "model.safetensors").write_bytes(b"first")
