@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import product
-from statistics import mean, stdev
-
-from scipy.stats import t as student
+from statistics import mean
 
 from specrl.formats.statistics.mean_reward import student_interval
 from specrl.formats.statistics.pass_rates import wilson_interval
@@ -124,8 +122,8 @@ def mean_with_interval(differences: Sequence[float]) -> str:
     middle = mean(differences)
     if len(differences) < 2:
         return f"{middle:+.2f}"
-    half = float(student.ppf(0.975, len(differences) - 1)) * stdev(differences) / math.sqrt(len(differences))
-    return f"{middle:+.2f} ({middle - half:+.2f} to {middle + half:+.2f})"
+    low, high = student_interval(differences) or (middle, middle)  # equal values have no spread
+    return f"{middle:+.2f} ({low:+.2f} to {high:+.2f})"
 
 
 def table(found: Found) -> str:
