@@ -89,10 +89,18 @@ def list_container_statuses(pod: Object) -> list[Object]:
     return found
 
 
-def _is_own_container(pod: Object, status: Object) -> bool:
-    """Whether a container is the operator's. Others come from podTemplate or a webhook, such as a proxy."""
-    name = str(status.get("name"))
-    return has_component(pod, name) or name.startswith(FETCH_PREFIX)
+def _split_container_statuses(pod: Object) -> tuple[list[Object], list[Object]]:
+    """Return the statuses of the operator's own containers, and those of others.
+
+    Others come from podTemplate or a webhook, such as a proxy.
+    """
+    own: list[Object] = []
+    others: list[Object] = []
+    for status in list_container_statuses(pod):
+        name = str(status.get("name"))
+        is_own = has_component(pod, name) or name.startswith(FETCH_PREFIX)
+        (own if is_own else others).append(status)
+    return own, others
 
 
 def find_own_exit(pod: Object) -> tuple[int | None, str]:
@@ -100,7 +108,8 @@ def find_own_exit(pod: Object) -> tuple[int | None, str]:
 
     Exit codes mean something in these alone. For example, a Go program that panics exits with 2.
     """
-    return _find_exit(pod, [it for it in list_container_statuses(pod) if _is_own_container(pod, it)])
+    own, _ = _split_container_statuses(pod)
+    return _find_exit(pod, own)
 
 
 def find_last_exit(pod: Object) -> tuple[int | None, str]:
@@ -109,7 +118,8 @@ def find_last_exit(pod: Object) -> tuple[int | None, str]:
     The operator's own containers come first. (None, "") if no container has exited. An init container that has done its
     work does not count.
     """
-    return _find_exit(pod, sorted(list_container_statuses(pod), key=lambda it: not _is_own_container(pod, it)))
+    own, others = _split_container_statuses(pod)
+    return _find_exit(pod, [*own, *others])
 
 
 def _find_exit(pod: Object, containers: Sequence[Object]) -> tuple[int | None, str]:
@@ -182,5 +192,5 @@ def is_stuck_in_creation(pod: Object, now: datetime | None, limit_s: float) -> b
 
 def count_container_restarts(pod: Object) -> int:
     """Count the kubelet's restarts of a pod's own containers."""
-    own = [it for it in list_container_statuses(pod) if _is_own_container(pod, it)]
+    own, _ = _split_container_statuses(pod)
     return sum(int(container.get("restartCount", 0)) for container in own)
