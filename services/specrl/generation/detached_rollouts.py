@@ -69,7 +69,7 @@ class DetachedRollouts:
     def list_held(self) -> list[HeldRollout]:
         """List the rollouts that a call can resume, live and finished ones, as many as a registration has room for.
 
-        Live ones come first, then the newest. Those that are left out are sampled again.
+        Live ones come first, then the newest. Rollouts without room are sampled again.
         """
         newest_first = reversed(self._held.items())
         found: list[HeldRollout] = []

@@ -4,8 +4,7 @@
     OUT        the trained policy; it appears by one rename after the last step
 
 Invariants: no rank outlives this process (child_guard.py), and all ranks end together. One process at a time uses the
-folder. The training itself is
-`trainer/sft.py`. Called by `specrl sft`.
+folder. The training itself is `trainer/sft.py`. Called by `specrl sft`.
 """
 
 from __future__ import annotations

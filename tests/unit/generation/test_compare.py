@@ -1,4 +1,4 @@
-"""What a comparison of mechanisms refuses before it starts an engine, and what it asks the engines for."""
+"""A comparison of mechanisms refuses wrong input before it starts an engine, and asks for what the run would."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ async def test_a_pool_that_is_replaced_costs_no_other_verdict(hostile: Verifier,
         grading = asyncio.create_task(pool.grade(PROMPT, f"hang once {marker}"))
         while not marker.exists():  # noqa: ASYNC110 - another process writes it
             await asyncio.sleep(0.01)
-        # What a question does that no worker takes. Pebble's threads end in any order: in this one futures are left.
+        # A question that no worker takes does this. Pebble's threads end in any order: in this one futures are left.
         stuck = pool._pool
         assert stuck is not None
         assert stuck._message_manager_loop is not None
