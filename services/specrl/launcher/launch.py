@@ -105,8 +105,8 @@ def resume_run(
     Of its fields only generation.replicas and generation.kvCacheMib may be overridden. A run that has finished starts
     no process, unless `keep_serving` asks for its page.
 
-    Raises RunInvalid for any other override, for an edited run file, or when another launcher holds the run's lock, and
-    what preflight raises.
+    Raises RunInvalid for any other override, for an edited run file, when another launcher holds the run's lock, or if
+    a file of the run cannot be written, and what preflight raises.
     """
     stored = load_process_spec(directory.run_file)
     spec = load_spec(directory.run_file, overrides)
@@ -130,9 +130,10 @@ def resume_run(
             check_disk(ready.disk_need, directory.path)
         spec = ready.spec
         with private_umask():
-            write_sources(directory.path, ready.sources)
-            if spec != stored:
-                directory.write_run_file(spec)
+            with directory.report_unwritable():
+                write_sources(directory.path, ready.sources)
+                if spec != stored:
+                    directory.write_run_file(spec)
             ready.notices += (_describe_stored_state(spec, directory),)
             return _run_programs(spec, directory, ready, view, keep_serving)
 
@@ -179,7 +180,9 @@ def _read_finished_status(directory: RunDirectory) -> StatusReport | None:
 def _run_programs(
     spec: RunSpec, directory: RunDirectory, ready: preflight.PreflightResult, view: View, keep_serving: bool
 ) -> LaunchResult:
-    token = run_token.write_token(directory.path)
+    with directory.report_unwritable():
+        token = run_token.write_token(directory.path)
+        directory.outcome_file.unlink(missing_ok=True)
     programs = build_programs(spec, directory, ready.grpc_port, ready.http_port)
     with CoordinatorReports(f"{HOST}:{ready.http_port}", token) as reports:
         replicas = ReplicaScaler(spec, directory, ready.grpc_port, ready.replica_bytes)
@@ -189,11 +192,21 @@ def _run_programs(
         view.show_start(directory.name, facts)
         for notice in ready.notices:
             view.show_message(notice)
-        directory.outcome_file.unlink(missing_ok=True)
         try:
             outcome = run.run_to_end(keep_serving)
         finally:
             view.close()
-        ended = {"exitCode": outcome.end.exit_code, "error": outcome.message or None}
-        write_text(directory.outcome_file, json.dumps(ended) + "\n")
+        write_outcome(directory, outcome, view)
     return LaunchResult(directory, outcome)
+
+
+def write_outcome(directory: RunDirectory, outcome: RunOutcome, view: View) -> None:
+    """Write outcome.json. A failure is only shown: the user must learn how the run ended."""
+    ended = {"exitCode": outcome.end.exit_code, "error": outcome.message or None}
+    try:
+        write_text(directory.outcome_file, json.dumps(ended) + "\n")
+    except OSError as error:
+        view.show_message(
+            f"{directory.outcome_file} was not written ({error}), so `specrl status` may say that the launcher was "
+            "killed; make room"
+        )

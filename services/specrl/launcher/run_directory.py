@@ -91,7 +91,9 @@ class RunDirectory:
 
         The kernel releases the lock when this process ends, even if it is killed.
         """
-        with self.lock_file.open("a") as file:
+        with self.report_unwritable():
+            file = self.lock_file.open("a")
+        with file:
             if not any(_try_lock(file) for _ in range(LOCK_ATTEMPTS)):
                 raise RunInvalid(
                     f"RUN must not be active, got {self.path}, which another launcher is running; "
@@ -125,8 +127,19 @@ class RunDirectory:
             ) from error
         return f"made {changed} files and folders of {self.path} private, as they are in new runs" if changed else ""
 
+    @contextmanager
+    def report_unwritable(self) -> Iterator[None]:
+        """Raise RunInvalid for an OSError of the block, which writes files of the run."""
+        try:
+            yield
+        except OSError as error:
+            raise RunInvalid(
+                f"{self.path} must take the files of the run, got {error}; make room, or repair the file that the "
+                "error names, then resume the run"
+            ) from error
+
     def write_run_file(self, spec: RunSpec) -> None:
-        """Replace the run file atomically."""
+        """Replace the run file atomically. Raises OSError."""
         write_text(self.run_file, dump_spec(spec), is_synced=True)
 
 
