@@ -53,6 +53,7 @@ def start_run(
     """
     # Everything that can be refused is refused before the folder exists.
     ready = _run_preflight(spec, None, view)
+    run_directory.delete_unfinished(runs)  # before the disk is found full
     if ready.disk_need is not None:
         check_disk(ready.disk_need, runs)
     spec = ready.spec

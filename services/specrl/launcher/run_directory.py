@@ -36,7 +36,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -47,6 +47,9 @@ from specrl.rpc.run_token import TOKEN_FILE
 from specrl.spec import RunSpec, dump_spec
 
 RUN_FILE = "run.yaml"
+LOCK_FILE = "lock"
+UNFINISHED = ".new-"
+"""How the name of a folder begins that `create_run` fills. No run has such a name."""
 
 # Five attempts, 20 ms apart: `has_launcher` of another process holds the lock for an instant only.
 LOCK_ATTEMPTS = 5
@@ -78,7 +81,7 @@ class RunDirectory:
     older_rollouts_file = _PathBelow("rollouts.old.jsonl")
     origin_file = _PathBelow("origin.json")
     logs_folder = _PathBelow("logs")
-    lock_file = _PathBelow("lock")
+    lock_file = _PathBelow(LOCK_FILE)
     token_file = _PathBelow(TOKEN_FILE)
 
     @property
@@ -149,25 +152,24 @@ def create_run(runs: Path, spec: RunSpec, fill: Callable[[Path], None] = lambda 
     fill: writes more into the folder, before it gets its name. Its OSError becomes RunInvalid, too.
 
     Safe against concurrent launches: two at once get two numbers. A process that is killed meanwhile leaves a hidden
-    folder, which is no run.
+    folder, which is no run; `delete_unfinished` deletes it.
     """
     try:
         runs.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=".new-", dir=runs))
+        unfinished = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=runs))
     except OSError as error:
         raise RunInvalid(
             f"the folder for runs must be writable, got {runs}: {error.strerror}; name another folder"
         ) from error
     try:
         directory = RunDirectory(unfinished)  # with mkdtemp's 0700: prompts, rollouts and the token are private
-        with private_umask():
+        with private_umask(), _hold_new_lock(directory):
             directory.logs_folder.mkdir()
-            directory.lock_file.touch()
             directory.write_run_file(spec)
             fill(unfinished)
-        number = 1 + max(_used_numbers(runs, spec.name), default=0)
-        while not _try_rename(unfinished, runs / f"{spec.name}-{number}"):
-            number += 1
+            number = 1 + max(_used_numbers(runs, spec.name), default=0)
+            while not _try_rename(unfinished, runs / f"{spec.name}-{number}"):
+                number += 1
     except OSError as error:
         raise RunInvalid(
             f"{runs} must take the files of a new run, got {error}; make room, name another folder, or repair "
@@ -176,6 +178,29 @@ def create_run(runs: Path, spec: RunSpec, fill: Callable[[Path], None] = lambda 
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)  # does nothing after the rename
     return RunDirectory((runs / f"{spec.name}-{number}").resolve())
+
+
+@contextmanager
+def _hold_new_lock(directory: RunDirectory) -> Iterator[None]:
+    """Hold the lock of a folder that is being filled. The file gets its name once it is locked, see below."""
+    nameless = directory.path / f".{LOCK_FILE}"
+    with nameless.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        nameless.rename(directory.lock_file)
+        yield
+
+
+def delete_unfinished(runs: Path) -> None:
+    """Delete what killed processes have left of new runs, which may hold a whole checkpoint.
+
+    A folder without a lock file is left alone: its process may be about to lock it.
+    """
+    for lock in runs.glob(f"{UNFINISHED}*/{LOCK_FILE}"):
+        with suppress(OSError):  # another user's
+            if not RunDirectory(lock.parent).has_launcher():
+                # The lock is deleted last: if this process is killed meanwhile, the next one continues.
+                for path in (*lock.parent.glob("*/"), lock.parent):
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 def find_run(run: str | None, runs: Path) -> RunDirectory:
@@ -197,7 +222,8 @@ def find_run(run: str | None, runs: Path) -> RunDirectory:
 
 def _find_newest(runs: Path) -> RunDirectory:
     # Names with a leading dot are folders that `create_run` has not finished.
-    locks = [path.parent / "lock" for path in runs.glob(f"[!.]*/{RUN_FILE}") if (path.parent / "lock").is_file()]
+    found = (path.parent / LOCK_FILE for path in runs.glob(f"[!.]*/{RUN_FILE}"))
+    locks = [lock for lock in found if lock.is_file()]
     if not locks:
         raise RunInvalid(
             f"--runs must be a folder with a run, got none in {runs}; start one with `specrl run`, or pass --runs DIR"

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from tests.run_files import a_run
+from rich.console import Console
+from tests.run_files import a_model_folder, a_run, a_run_file
 
-from specrl.errors import RunInvalid
-from specrl.launcher import run_directory
+from specrl.errors import RunInvalid, SpecInvalid
+from specrl.launcher import launch, run_directory
 from specrl.launcher.launch import describe_start
+from specrl.launcher.terminal.view import PlainView
 from specrl.spec import RunSpec, load_spec, parse_spec
 
 
@@ -74,6 +80,65 @@ def test_failed_creation_leaves_nothing(tmp_path: Path, spec: RunSpec) -> None:
     with pytest.raises(RunInvalid, match="must take the files of a new run, got disk full; make room"):
         run_directory.create_run(tmp_path, spec, fail)
     assert list(tmp_path.iterdir()) == []
+
+
+KILLED_WHILE_IT_COPIES = """
+import os, signal, sys
+from pathlib import Path
+from specrl.launcher.run_directory import create_run
+from specrl.spec import load_spec
+
+def fill(folder):
+    (folder / "checkpoints/.step-000003.tmp").mkdir(parents=True)
+    (folder / "checkpoints/.step-000003.tmp/weights").write_bytes(bytes(1000))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+create_run(Path(sys.argv[1]), load_spec(Path(sys.argv[2])), fill)
+"""
+
+
+def leave_unfinished(folder: Path, runs: Path) -> Path:
+    """Have a process killed that fills a new run. Returns the hidden folder that it leaves."""
+    command = [sys.executable, "-c", KILLED_WHILE_IT_COPIES, str(runs), str(a_run_file(folder))]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    (left,) = runs.glob(".new-*")
+    assert (left / "checkpoints/.step-000003.tmp/weights").exists()
+    return left
+
+
+def test_what_a_killed_launch_has_left_is_deleted_but_no_run_and_no_folder_of_a_living_one(
+    tmp_path: Path, spec: RunSpec
+) -> None:
+    """A killed launch left a hidden folder for ever, which could hold a whole checkpoint."""
+    runs = tmp_path / "runs"
+    left = leave_unfinished(tmp_path, runs)
+    begun = runs / ".new-begun"  # another launch is about to lock it
+    begun.mkdir()
+
+    def fill(folder: Path) -> None:
+        run_directory.delete_unfinished(runs)
+        assert folder.exists()
+
+    directory = run_directory.create_run(runs, spec, fill)
+    assert not left.exists()
+    assert begun.exists()
+    run_directory.delete_unfinished(runs)
+    assert directory.run_file.exists()
+    with directory.lock():
+        pass
+
+
+def test_a_start_deletes_what_a_killed_one_has_left_before_the_disk_is_found_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = tmp_path / "runs"
+    left = leave_unfinished(tmp_path, runs)
+    a_model_folder(tmp_path / "model")
+    usage = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(SpecInvalid, match="must be on a disk with"):
+        launch.start_run(load_spec(tmp_path / "run.yaml"), runs, PlainView(Console()))
+    assert not left.exists()
 
 
 def test_runs_folder_that_is_a_file_is_refused(tmp_path: Path, spec: RunSpec) -> None:
