@@ -3,13 +3,14 @@
 The launcher deals GPUs out in order, the trainer's ranks first (`processes/environment.py`). With fewer GPUs than ranks
 of trainer and replicas together, some GPUs get several programs. Then each replica needs a fixed KV cache: vLLM would
 otherwise measure what is free while the trainer is still loading. `share_gpus` chooses it from what the trainer's rank
-and the replicas need. Called by preflight and by the warm-up, before anything large is loaded.
+and the replicas need. Called by preflight, before anything large is loaded, and before an active run is scaled up.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from specrl.drafting.registry import find_kind
 from specrl.errors import MemoryTooSmall, SpecProblem
@@ -80,26 +81,50 @@ def _find_missing_gpus(field: str, ranks: int, machine: GpuMachine) -> Iterator[
         )
 
 
-def share_gpus(spec: RunSpec, models: RunModels, machine: GpuMachine) -> RunSpec:
+@dataclass(frozen=True)
+class GpuNeed:
+    """What a run's ranks need of the GPUs, in bytes.
+
+    gpus: those that the launcher deals out. card_bytes: memory of the smallest. trainer_bytes: of a trainer's rank.
+    replica_bytes: of a replica's rank, without its KV cache.
+    """
+
+    gpus: tuple[str, ...]
+    card_bytes: int
+    trainer_bytes: int
+    replica_bytes: int
+
+
+def estimate_gpu_need(spec: RunSpec, models: RunModels, machine: GpuMachine) -> GpuNeed | None:
+    """Estimate what the ranks need. None: a model or the GPUs' memory is unknown, or gpuMemoryUtilization is given."""
+    policy = models.policy
+    known = [size for size in (machine.memory_bytes or {}).values() if size is not None]
+    if policy is None or models.policy_config is None or not known:
+        return None
+    if spec.generation.gpu_memory_utilization is not None:
+        return None
+    return GpuNeed(
+        machine.visible,
+        card_bytes=min(known),
+        trainer_bytes=int(estimate_rank_memory(spec, models).most + TRAINER_CONTEXT_BYTES),
+        replica_bytes=estimate_replica_bytes(spec, policy, _count_drafter(spec, models)),
+    )
+
+
+def share_gpus(spec: RunSpec, need: GpuNeed) -> RunSpec:
     """Return the run with a KV cache for GPUs that its programs share. A run that needs none is returned unchanged.
 
     Raises MemoryTooSmall if the programs do not fit, also for a KV cache that the run file gives.
     """
-    policy = models.policy
-    known = [size for size in (machine.memory_bytes or {}).values() if size is not None]
-    if policy is None or models.policy_config is None or not known:
-        return spec
-    if spec.generation.gpu_memory_utilization is not None:
-        return spec
-    counts = count_programs(spec, machine.visible)
-    card_bytes = min(known)
-    needed = estimate_replica_bytes(spec, policy, _count_drafter(spec, models))
+    counts = count_programs(spec, need.gpus)
+    needed = need.replica_bytes
     if counts - {(0, 1)}:
-        rank_bytes = int(estimate_rank_memory(spec, models).most + TRAINER_CONTEXT_BYTES)
         # All replicas have the same KV cache, which must fit the GPU with the least room for it.
-        rooms = [((card_bytes - each * rank_bytes) // replicas, each, replicas) for each, replicas in counts]
+        rooms = [
+            ((need.card_bytes - each * need.trainer_bytes) // replicas, each, replicas) for each, replicas in counts
+        ]
         share, trainers, replicas = min(rooms)
-        of_trainer = trainers * rank_bytes
+        of_trainer = trainers * need.trainer_bytes
         room = share - needed
         chosen = spec.generation.kv_cache_mib or SMALLEST_KV_CACHE_MIB
         if chosen * MIB > room:
@@ -107,14 +132,33 @@ def share_gpus(spec: RunSpec, models: RunModels, machine: GpuMachine) -> RunSpec
             raise MemoryTooSmall(
                 f"a GPU that {programs} share must have {format_gib(of_trainer + replicas * (needed + chosen * MIB))} "
                 f"({format_gib(of_trainer)} for the trainer; for each generation rank {format_gib(needed)} and a KV "
-                f"cache of {chosen} MiB), got {format_gib(card_bytes)}; lower generation.kvCacheMib or replicas, set "
-                "trainer.lora or trainer.recompute: Layers, use a smaller model, or more GPUs"
+                f"cache of {chosen} MiB), got {format_gib(need.card_bytes)}; lower generation.kvCacheMib or replicas, "
+                "set trainer.lora or trainer.recompute: Layers, use a smaller model, or more GPUs"
             )
         if spec.generation.kv_cache_mib is None:
             generation = spec.generation.model_copy(update={"kv_cache_mib": room // MIB})
             return spec.model_copy(update={"generation": generation})
-    check_kv_cache(spec, needed, card_bytes)
+    check_kv_cache(spec, needed, need.card_bytes)
     return spec
+
+
+def check_scaling(spec: RunSpec, need: GpuNeed) -> None:
+    """Raise MemoryTooSmall if the GPUs of an active run cannot hold more replicas. spec: with the wanted number.
+
+    The replicas that run keep their KV cache.
+    """
+    replicas = spec.generation.replicas
+    try:
+        if share_gpus(spec, need) is spec:
+            return
+        reason = "without generation.kvCacheMib each replica takes a whole GPU"
+    except MemoryTooSmall as error:
+        reason = str(error)
+    raise MemoryTooSmall(
+        f"generation.replicas must be a number that fits the GPUs beside what runs, got {replicas} ({reason}); "
+        f"stop the run, and resume it with `--set generation.replicas={replicas} --set generation.kvCacheMib=null`, "
+        "which chooses a KV cache for so many"
+    )
 
 
 def count_programs(spec: RunSpec, gpus: Sequence[str]) -> set[tuple[int, int]]:

@@ -186,7 +186,7 @@ def _run_programs(
         directory.outcome_file.unlink(missing_ok=True)
     programs = build_programs(spec, directory, ready.grpc_port, ready.http_port)
     with CoordinatorReports(f"{HOST}:{ready.http_port}", token) as reports:
-        replicas = ReplicaScaler(spec, directory, ready.grpc_port, ready.replica_bytes)
+        replicas = ReplicaScaler(spec, directory, ready.grpc_port, ready.gpu_need or ready.memory_need)
         run = LocalRun(directory, programs, reports, view, replicas)
         # The view starts before the processes do, so that their first notices have a place.
         facts = {"folder": str(directory.path), "page": describe_page(reports.url, token), "precision": ready.precision}

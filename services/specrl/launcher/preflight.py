@@ -40,7 +40,7 @@ from specrl.hub import FetchedSource, fetch_run_sources, read_sources
 from specrl.hub.fetching import NO_DISPLAY, FetchDisplay
 from specrl.installation import require_engines
 from specrl.launcher.disk import DiskNeed, estimate_disk
-from specrl.launcher.gpu_checks import find_gpu_problems, share_gpus
+from specrl.launcher.gpu_checks import GpuNeed, estimate_gpu_need, find_gpu_problems, share_gpus
 from specrl.launcher.memory import MemoryNeed, check_memory, estimate_memory, format_gib
 from specrl.launcher.processes.ports import choose_ports
 from specrl.machine import available_memory_bytes, read_gpu_machine, visible_gpus
@@ -73,8 +73,8 @@ class PreflightResult:
     spec: the run with its precision chosen, with a KV cache for GPUs that its programs share, and with folders in place
     of names on the hub. precision: that choice in
     words. sources: what was fetched for the names.
-    replica_bytes: estimated memory of one replica on a CPU; 0 with GPUs.
     data: the run's prompts; None if a problem was found. memory_need: None with GPUs. available_bytes: 0 with GPUs.
+    gpu_need: None without GPUs, and if it is not known.
     disk_need: the caller compares it with the disk of the run's folder. None if the policy could not be read.
     """
 
@@ -85,9 +85,9 @@ class PreflightResult:
     http_port: int = 0
     decision: ReferenceDecision = field(default_factory=lambda: ReferenceDecision("", {}))
     notices: tuple[str, ...] = ()
-    replica_bytes: int = 0
     data: CheckedPrompts | None = None
     memory_need: MemoryNeed | None = None
+    gpu_need: GpuNeed | None = None
     disk_need: DiskNeed | None = None
     available_bytes: int = 0
 
@@ -159,7 +159,9 @@ def check_run(
     machine = read_gpu_machine()
     problems += find_gpu_problems(spec, machine)
     with collect_problems(problems):
-        ready.spec = share_gpus(spec, found, machine)
+        ready.gpu_need = estimate_gpu_need(spec, found, machine)
+        if ready.gpu_need is not None:
+            ready.spec = share_gpus(spec, ready.gpu_need)
         if ready.spec is not spec:
             ready.notices += (f"generation.kvCacheMib is {ready.spec.generation.kv_cache_mib}: programs share a GPU",)
     if found.policy is not None:
@@ -168,7 +170,6 @@ def check_run(
     if not visible_gpus() and found.policy is not None and found.policy_config is not None:
         # Only for CPUs. With GPUs most of the need is GPU memory, which the engines check themselves.
         need = estimate_memory(spec, found)
-        ready.replica_bytes = need.replica_bytes
         ready.memory_need = need
         ready.available_bytes = available_bytes()
         with collect_problems(problems):

@@ -10,8 +10,8 @@ from tests.run_files import a_model_folder, a_run
 
 from specrl.errors import MemoryTooSmall, SpecInvalid
 from specrl.generation.gpu_memory import estimate_replica_bytes
-from specrl.launcher import preflight
-from specrl.launcher.gpu_checks import TRAINER_CONTEXT_BYTES, count_programs, find_gpu_problems, share_gpus
+from specrl.launcher import gpu_checks, preflight
+from specrl.launcher.gpu_checks import TRAINER_CONTEXT_BYTES, count_programs, estimate_gpu_need, find_gpu_problems
 from specrl.machine import GpuMachine, read_gpu_machine, read_memory
 from specrl.models import RunModels, read_model_folder
 from specrl.spec import RunSpec, parse_spec
@@ -29,6 +29,11 @@ def models(tmp_path: Path) -> RunModels:
 
 def a_spec(generation: dict[str, Any] | None = None, **changes: Any) -> RunSpec:
     return parse_spec(a_run(Path("/runs"), generation={"sampling": {"maxTokens": 16}} | (generation or {}), **changes))
+
+
+def share_gpus(spec: RunSpec, models: RunModels, machine: GpuMachine) -> RunSpec:
+    need = estimate_gpu_need(spec, models, machine)
+    return spec if need is None else gpu_checks.share_gpus(spec, need)
 
 
 def said(spec: RunSpec, machine: GpuMachine) -> list[str]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from specrl.launcher.memory import format_gib
+from specrl.errors import MemoryTooSmall
+from specrl.launcher.gpu_checks import GpuNeed, check_scaling
+from specrl.launcher.memory import MemoryNeed, format_gib
 from specrl.launcher.processes.programs import build_replica_program
 from specrl.launcher.processes.supervisor import Supervisor
 from specrl.launcher.run_directory import RunDirectory
@@ -23,7 +25,7 @@ EXIT_GRACE_S = 15.0
 class ReplicaScaler:
     """Scales the replicas gen-0 to gen-(n-1) of one launch.
 
-    replica_bytes: estimated memory of one replica; 0: not known, as with GPUs.
+    need: of the machine's memory without GPUs, of the GPUs with them; None: not known, so that nothing is refused.
     """
 
     def __init__(
@@ -31,13 +33,13 @@ class ReplicaScaler:
         spec: RunSpec,
         directory: RunDirectory,
         grpc_port: int,
-        replica_bytes: int = 0,
+        need: MemoryNeed | GpuNeed | None = None,
         available_bytes: Callable[[], int] = available_memory_bytes,
     ) -> None:
         self._spec = spec
         self._directory = directory
         self._grpc_port = grpc_port
-        self._replica_bytes = replica_bytes
+        self._need = need
         self._available_bytes = available_bytes
         self._count = self._asked = spec.generation.replicas
 
@@ -50,13 +52,12 @@ class ReplicaScaler:
         if wanted == self._asked:
             return None
         self._asked = wanted
-        added = max(0, wanted - self._count)
-        # Refuse rather than let the kernel kill a process of the run for lack of memory.
-        if added * self._replica_bytes > self._available_bytes():
-            return (
-                f"available memory must be >= {format_gib(added * self._replica_bytes)} for {added} more replicas, "
-                f"got {format_gib(self._available_bytes())}; keeping {self._count}"
-            )
+        if wanted > self._count:
+            # Refuse rather than let a process of the run end for lack of memory.
+            try:
+                self._check_memory(wanted)
+            except MemoryTooSmall as error:
+                return f"{error}; keeping {self._count}"
         # From 0, not from the old number: a replica that left for another reason is started again, too.
         for number in range(wanted):
             supervisor.keep_running(build_replica_program(self._spec, self._directory, self._grpc_port, number))
@@ -65,3 +66,18 @@ class ReplicaScaler:
         before = self._count
         self._count = wanted
         return f"scaled from {before} replicas to {wanted}"
+
+    def _check_memory(self, wanted: int) -> None:
+        """Raise MemoryTooSmall if so many replicas do not fit beside what runs."""
+        if isinstance(self._need, GpuNeed):
+            generation = self._spec.generation.model_copy(update={"replicas": wanted})
+            check_scaling(self._spec.model_copy(update={"generation": generation}), self._need)
+        elif self._need is not None:
+            added = wanted - self._count
+            needed = added * self._need.replica_bytes
+            available = self._available_bytes()
+            if needed > available:
+                raise MemoryTooSmall(
+                    f"available memory must be >= {format_gib(needed)} for {added} more replicas, got "
+                    f"{format_gib(available)}"
+                )
