@@ -235,15 +235,21 @@ class FolderReader:
     Making one raises CheckpointInvalid, as `check_folder` and `locate_tensors` do.
     """
 
-    def __init__(self, path: Path) -> None:
-        check_folder(path, "the model folder")
+    def __init__(self, path: Path, owner: str = "the model folder") -> None:
+        """owner: names the model in errors."""
+        check_folder(path, owner)
         self.path = path
+        self._owner = owner
         self._open: dict[str, Any] = {}
-        self._files = locate_tensors(path, "the model folder")
+        self._files = locate_tensors(path, owner)
 
     def list_names(self) -> list[str]:
         """List the names of all tensors."""
         return [*self._files]
+
+    def read_all(self) -> dict[str, torch.Tensor]:
+        """Read all tensors, by name. Raises CheckpointInvalid."""
+        return {name: self.read_tensor(name) for name in self._files}
 
     def read_tensor(self, name: str) -> torch.Tensor:
         """Read one tensor. Raises CheckpointInvalid."""
@@ -267,14 +273,16 @@ class FolderReader:
 
         file = self._files.get(name)
         if file is None:
-            raise CheckpointInvalid(f"model folder must have {name} in safetensors files, got {self.path}; complete it")
+            raise CheckpointInvalid(
+                f"{self._owner} must have {name} in safetensors files, got {self.path}; complete it"
+            )
         try:
             if file not in self._open:
                 self._open[file] = open_tensors(self.path / file, "pt")
             return getattr(self._open[file], method)(name)
         except (OSError, SafetensorError) as error:
             raise CheckpointInvalid(
-                f"model folder must have {name} in safetensors files, got {self.path / file}: {error}; complete it"
+                f"{self._owner} must have {name} in safetensors files, got {self.path / file}: {error}; complete it"
             ) from error
 
 

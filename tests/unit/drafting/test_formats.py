@@ -143,6 +143,15 @@ def test_all_names_of_published_layouts_are_accepted(policy: Path, tmp_path: Pat
         assert torch.equal(found.collect_tensors(torch.float32)[name], tensor), name
 
 
+def test_a_published_head_whose_file_has_another_name_is_imported(policy: Path, tmp_path: Path) -> None:
+    """It was refused for want of a pytorch_model.bin."""
+    config = read_policy_config(policy)
+    head = a_drafter(tmp_path, config)
+    (tmp_path / "model.safetensors").rename(tmp_path / "eagle3.safetensors")
+    found, _ = read_published_head(tmp_path, config)
+    assert torch.equal(found.fc.weight, head.fc.weight)
+
+
 @pytest.mark.parametrize("change", [{}, {"num_hidden_layers": 40}])
 def test_a_head_that_names_the_family_of_its_layer_is_imported(
     change: dict[str, Any], policy: Path, tmp_path: Path

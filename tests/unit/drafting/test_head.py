@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.tiny_models import Shape, edit_config, make_policy
 from tests.unit.drafting.builders import VOCAB, a_head, a_policy
 
@@ -22,6 +22,7 @@ from specrl.drafting.eagle3.head import (
 )
 from specrl.drafting.layers import LayerShape
 from specrl.errors import CheckpointInvalid
+from specrl.models import read_model_folder
 from specrl.models.policy_config import FAMILIES, read_policy_config
 from specrl.spec.generation import Eagle3
 
@@ -55,6 +56,30 @@ def test_a_saved_head_is_loaded_unchanged(tmp_path: Path) -> None:
     assert found.draft_ids_K.tolist() == [3, 5, 7, 11, 13, 17, 40, 47]
     for name, tensor in head.collect_tensors(torch.float32).items():
         assert torch.equal(tensor, found.collect_tensors(torch.float32)[name]), name
+
+
+def split_weights(folder: Path) -> None:
+    """Put a head's tensors into two files, without an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    for number, names in enumerate((sorted(tensors)[:3], sorted(tensors)[3:]), 1):
+        shard = {name: tensors[name] for name in names}
+        save_file(shard, folder / f"head-{number:05d}-of-00002.safetensors")
+
+
+def test_a_head_is_read_from_the_files_that_preflight_and_the_engine_accept(tmp_path: Path) -> None:
+    """Only model.safetensors was read: the trainer ended after preflight had accepted the head."""
+    head = a_head(draft_vocab=8)
+    head.write_folder(tmp_path, torch.float32)
+    split_weights(tmp_path)
+    read_model_folder(tmp_path, "generation.speculation.eagle3.path")
+    found = load_head(tmp_path, a_policy())
+    assert found.draft_ids_K.tolist() == head.draft_ids_K.tolist()
+    for name, tensor in head.collect_tensors(torch.float32).items():
+        assert torch.equal(tensor, found.collect_tensors(torch.float32)[name]), name
+    (tmp_path / "head-00002-of-00002.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(CheckpointInvalid, match=r"the drafter must have whole safetensors files, got .*head-00002"):
+        load_head(tmp_path, a_policy())
 
 
 def test_the_untrained_head_depends_only_on_the_seed(tmp_path: Path, policy: Path) -> None:

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional
 
@@ -45,7 +44,7 @@ from specrl.models.policy_config import (
 from specrl.records import WeightOwner
 from specrl.spec import RunSpec
 from specrl.spec.generation import Eagle3
-from specrl.tensor_files import FolderReader, load_tensors, save_tensors
+from specrl.tensor_files import FolderReader, save_tensors
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -365,13 +364,15 @@ def build_folder_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any
 
 
 def load_head(directory: Path, policy: PolicyConfig) -> Eagle3Head:
-    """Read a head in our layout; `head_formats` reads published ones. Raises CheckpointInvalid if it does not fit."""
+    """Read a head in our layout; `head_formats` reads published ones. Raises CheckpointInvalid if it does not fit.
+
+    Its weights may be in any safetensors files that the engine loads.
+    """
     try:
         raw = read_object(directory / CONFIG)
-        tensors = load_tensors(directory / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointInvalid(
-            f"the drafter must be a Hugging Face folder with {CONFIG} and {WEIGHTS}, got {directory}: {error}; "
+            f"the drafter must be a Hugging Face folder with {CONFIG} and safetensors, got {directory}: {error}; "
             "check generation.speculation.eagle3.path"
         ) from error
     if raw.get("architectures") != [ARCHITECTURE]:
@@ -386,6 +387,7 @@ def load_head(directory: Path, policy: PolicyConfig) -> Eagle3Head:
         )
     try:
         head = Eagle3Head(read_head_config(raw, raw, policy))
+        tensors = FolderReader(directory, "the drafter").read_all()
         head.load_tensors({name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()})
     except (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, SpecrlError):

@@ -82,7 +82,7 @@ def _read_folder(directory: Path) -> PublishedHead:
         tensors = {_our_name(name): tensor for name, tensor in _load_tensors(directory)}
     except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
         raise CheckpointInvalid(
-            f"the drafter must be a folder with {CONFIG} and {WEIGHTS} or {PICKLED}, got {directory}: {error}; "
+            f"the drafter must be a folder with {CONFIG} and safetensors or {PICKLED}, got {directory}: {error}; "
             "specrl downloads nothing: fetch the head first"
         ) from error
     if raw.get("speculators_model_type") is not None:
@@ -93,6 +93,9 @@ def _read_folder(directory: Path) -> PublishedHead:
 def _load_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     if (directory / WEIGHTS).is_file():
         yield from load_tensors(directory / WEIGHTS).items()
+        return
+    if any(directory.glob("*.safetensors")):
+        yield from FolderReader(directory, "the drafter").read_all().items()
         return
     check_regular(directory / PICKLED)
     # weights_only: a pickle from the internet must not run code.
