@@ -18,7 +18,7 @@ from specrl.hub.fetching import NO_DISPLAY, FetchDisplay, check_room, fetch_file
 from specrl.hub.gguf_models import GgufWish, convert_gguf
 from specrl.models.policy_config import parse_policy_config
 from specrl.spec.base import is_gguf
-from specrl.tensor_files import INDEX, NEEDED_FILES
+from specrl.tensor_files import INDEX, NEEDED_FILES, is_weight_file
 
 SMALL_FILES = (*NEEDED_FILES, INDEX)
 """Files at the top of a repository that are fetched beside the weights, by name or pattern."""
@@ -62,7 +62,7 @@ def fetch_model(
     """
     repository = wish.repository
     listing = replace(list_repository(repository, cache), out=out)
-    if out is None and WEIGHTS not in listing.sizes and INDEX not in listing.sizes:
+    if out is None and INDEX not in listing.sizes and not _list_unindexed(listing):
         files = [file for file in listing.sizes if is_gguf(file) and "/" not in file]
         if len(files) == 1:
             return _fetch_gguf(wish, listing, files[0], display)
@@ -100,12 +100,12 @@ def _suggest_format(listing: Listing) -> str:
 
 
 def _list_weights(listing: Listing) -> list[str]:
-    """Return the files of the weights: those of the index, or the one file that transformers loads.
+    """Return the files of the weights, which `tensor_files.locate_tensors` finds: those of the index, if there is one.
 
     Other safetensors files are left out: some repositories hold a second copy in one file, or an adapter.
     """
     repository = listing.repository
-    files = [WEIGHTS] if WEIGHTS in listing.sizes else []
+    files = _list_unindexed(listing)
     if INDEX in listing.sizes:
         try:
             named = read_object(listing.folder / INDEX)["weight_map"].values()
@@ -121,6 +121,13 @@ def _list_weights(listing: Listing) -> list[str]:
             f"{_describe_place(listing)}; {_suggest_weights(listing)}"
         )
     return files
+
+
+def _list_unindexed(listing: Listing) -> list[str]:
+    """List the files of the weights of a repository without an index: model.safetensors, or else all safetensors."""
+    if WEIGHTS in listing.sizes:
+        return [WEIGHTS]
+    return sorted(file for file in listing.sizes if is_weight_file(file))
 
 
 def _describe_place(listing: Listing) -> str:
