@@ -185,6 +185,14 @@ def test_a_model_that_cannot_be_trained_is_refused_without_reading_weights(
         load_draft_model(changed.path)
 
 
+def test_a_draft_model_in_files_that_transformers_does_not_read_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Preflight and the engine accepted shards without an index. Then the trainer ended with a traceback."""
+    shutil.copytree(folder, tmp_path / "shards")
+    (tmp_path / "shards/model.safetensors").rename(tmp_path / "shards/model-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointInvalid, match=r"must have model\.safetensors or model\.safetensors\.index\.json, of"):
+        load_draft_model(tmp_path / "shards")
+
+
 def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
     """transformers joins the experts' tensors, whose names the engine does not know."""
     folder = make_policy(tmp_path / "mixture", shape=Shape(**SMALL, family="qwen3_moe"))

@@ -42,7 +42,7 @@ from specrl.models.model_folder import Shape
 from specrl.models.policy_config import PolicyConfig
 from specrl.records import WeightOwner
 from specrl.spec import RunSpec
-from specrl.tensor_files import copy_all_but_weights, save_tensors
+from specrl.tensor_files import INDEX, copy_all_but_weights, save_tensors
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -191,6 +191,8 @@ def _choose_options(folder: ModelFolder) -> dict[str, Any]:
 
 def describe_obstacle(folder: ModelFolder) -> str | None:
     """Say why a draft model cannot be trained, as in `must be ..., got ...`; None if it can. Loads no weights."""
+    if not any((folder.path / name).exists() for name in (WEIGHTS, INDEX)):
+        return f"must have {WEIGHTS} or {INDEX}, of which transformers reads one, to be trained, got {folder.path}"
     from transformers import AutoModelForCausalLM
 
     try:
