@@ -212,12 +212,15 @@ class Episode:
 
 
 def _join_experts(turns: Sequence[Rollout]) -> ExpertArray | None:
-    """Join the experts of all turns to one array [S, L, K]; None if any turn lacks them."""
+    """Join the experts of all turns to one array [S, L, K].
+
+    None if any turn lacks them, or if turns disagree on L and K: a run that replays routing refuses the rollout then.
+    """
     # Take each token from the first turn that computed it. A later turn has it in its prompt, and may have computed it
     # under another policy version.
     found: list[ExpertArray] = []
     for turn in turns:
-        if turn.experts_SLK is None:
+        if turn.experts_SLK is None or (found and turn.experts_SLK.shape[1:] != found[0].shape[1:]):
             return None
         found.append(turn.experts_SLK[sum(map(len, found)) :])
     return np.concatenate(found)

@@ -20,7 +20,8 @@ from specrl.coordinator.phase import RunPhase
 from specrl.coordinator.reports import StepTally
 from specrl.coordinator.run_events import RunEvents
 from specrl.coordinator.run_spans import RunSpans
-from specrl.records import Prompt, Reward
+from specrl.models.policy_config import PolicyConfig
+from specrl.records import Prompt, Reward, Rollout
 from specrl.spec import RunSpec
 from specrl.telemetry import metrics
 
@@ -46,6 +47,7 @@ class RunContext:
     directory: holds the run file, store, logs, checkpoints and export.
     tally: counts for the next step report.
     turns: tool settings of multi-turn rollouts; None if rollouts have one turn.
+    policy: the policy's architecture, which rollouts must fit; None if its folder cannot be read here.
     events: the parts of a run publish here, and only observers subscribe.
     spans: traces of the run; recorded only if a trace sink is configured.
     outcomes: rollouts by outcome, since the coordinator started.
@@ -62,9 +64,21 @@ class RunContext:
     validation_prompts: Sequence[Prompt]
     grader: Grader
     turns: TurnSettings | None
+    policy: PolicyConfig | None
     events: RunEvents
     spans: RunSpans
     outcomes: Counter[str] = field(default_factory=Counter)
+
+    def check_rollout(
+        self, rollout: Rollout, prompt_tokens: int, max_tokens: int, versions: range | None = None
+    ) -> None:
+        """Raise RecordInvalid for a rollout that the trainer would refuse. That would end the run.
+
+        max_tokens, versions: as in `Rollout.check`.
+        """
+        rollout.check(max_tokens, versions)
+        if self.policy is not None:
+            rollout.check_policy(prompt_tokens, self.policy.vocab_size, self.policy.experts_shape)
 
     def count_outcome(self, outcome: str, count: int) -> None:
         """Count rollouts with this outcome, in the status and in the metrics."""

@@ -59,6 +59,7 @@ from specrl.formats.reports import Phase
 from specrl.formats.saved_steps import describe_saved
 from specrl.models import read_model_folder
 from specrl.models.native_heads import list_head_notices
+from specrl.models.policy_config import PolicyConfig, read_policy_config
 from specrl.models.sampling_defaults import list_sampling_notices
 from specrl.prompts import log_left_out
 from specrl.rewards.choice import verifiers_for
@@ -175,6 +176,7 @@ async def _serve_run(
         pool,
         validation_prompts=checked.validation,
         turns=make_turn_settings(spec, tools),
+        policy=_read_policy(spec),
         spans=RunSpans(recorder, claim.run_id),
     )
     replicas_wanted = spec.generation.replicas if place is None else None
@@ -282,6 +284,13 @@ def _compare_inputs(spec: RunSpec, store: StoreLink, checked: CheckedPrompts) ->
     if notice:
         log.warning("function_files_changed", next_step=next_step, reason=notice)
     return inputs
+
+
+def _read_policy(spec: RunSpec) -> PolicyConfig | None:
+    """Read what rollouts must fit. None for a policy that cannot be trained, which is the trainer's to report."""
+    with contextlib.suppress(CheckpointInvalid):
+        return read_policy_config(Path(spec.model.path))
+    return None
 
 
 def _read_notices(spec: RunSpec) -> Sequence[str]:

@@ -17,6 +17,7 @@ from specrl.coordinator.phase import RunPhase
 from specrl.coordinator.reports import StepTally
 from specrl.coordinator.run_events import RunEvents
 from specrl.coordinator.run_spans import RunSpans
+from specrl.models.policy_config import PolicyConfig
 from specrl.records import Prompt
 from specrl.spec import RunSpec
 
@@ -31,13 +32,14 @@ def wire_coordinator(  # noqa: PLR0913, PLR0917 - all that a run is wired from
     *,
     validation_prompts: Sequence[Prompt] = (),
     turns: TurnSettings | None = None,
+    policy: PolicyConfig | None = None,
     spans: RunSpans | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Loop:
     """Build the loop of the run whose state is in this open store. Observers read the loop and its context.
 
-    turns: tool settings; None if rollouts have one turn. spans: traces; not recorded if None. clock: measures
-    the steps, in seconds.
+    turns: tool settings; None if rollouts have one turn. policy: what rollouts must fit; not checked if None. spans:
+    traces; not recorded if None. clock: measures the steps, in seconds.
     Raises StoreInvalid when the store's content is not that of a run.
     """
     ledger = Ledger(store)
@@ -54,6 +56,7 @@ def wire_coordinator(  # noqa: PLR0913, PLR0917 - all that a run is wired from
         validation_prompts=validation_prompts,
         grader=grader,
         turns=turns,
+        policy=policy,
         events=events,
         spans=spans or RunSpans(),
     )

@@ -1,6 +1,6 @@
 """Reads a policy's architecture from its config.json, and rejects models that the trainer cannot compute exactly.
 
-Called by the trainer, by the drafter's code and by preflight.
+Called by the trainer, by the drafter's code, by preflight, and by the coordinator, which checks rollouts with it.
 
 The file is read as plain JSON, without transformers. The config classes of transformers fill absent fields with
 defaults. They also accept settings that our trainer does not implement: a rotary scaling, a sliding window, a bias.
@@ -136,6 +136,12 @@ class PolicyConfig:
         """MLP width that one token passes through in a layer. In a mixture: the total width of its experts."""
         experts = self.experts
         return self.intermediate_size if experts is None else experts.per_token * experts.intermediate_size
+
+    @property
+    def experts_shape(self) -> tuple[int, int, int]:
+        """Layers, experts per token, and experts in each layer; zeros for a dense model."""
+        experts = self.experts
+        return (0, 0, 0) if experts is None else (self.num_layers, experts.per_token, experts.count)
 
     @property
     def num_expert_parameters(self) -> int:

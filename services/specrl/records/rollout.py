@@ -218,6 +218,30 @@ class Rollout:
                 f"got {held}; generating it again"
             )
 
+    def check_policy(self, prompt_tokens: int, vocab_size: int, experts: tuple[int, int, int]) -> None:
+        """Raise RecordInvalid unless the policy has all token ids and experts of a rollout that `check` accepts.
+
+        experts: (layers, experts per token, experts in each layer), as `PolicyConfig.experts_shape`.
+        """
+
+        def raise_invalid(what: str) -> None:
+            # The id comes from another process and may be unchecked here, so its length is bounded.
+            raise RecordInvalid(f"rollout {self.rollout_id[:64]}: {what}; use one model in sampler and trainer")
+
+        if (highest := int(self.token_ids_T.max())) >= vocab_size:
+            raise_invalid(f"token ids must be < {vocab_size}, got {highest}")
+        if self.sets is not None and (highest := int(self.sets.ids_M.max())) >= vocab_size:
+            raise_invalid(f"ids of sampling sets must be < {vocab_size}, got {highest}")
+        if self.experts_SLK is not None:
+            layers, each, count = experts
+            tokens = prompt_tokens + self.total_length - 1
+            highest = int(self.experts_SLK.max()) if self.experts_SLK.size else -1
+            if self.experts_SLK.shape != (tokens, layers, each) or highest >= count:
+                raise_invalid(
+                    f"experts must be {tokens} tokens x {layers} layers x {each}, each < {count}, got shape "
+                    f"{self.experts_SLK.shape} up to {highest}"
+                )
+
     def _check_spans(self, raise_invalid: Callable[[str], None], versions: range | None) -> None:
         """Check that each token is in one version span or one output, and that outputs lie between sampled tokens."""
         got = f"{self.versions} and {self.outputs}" if self.outputs else f"{self.versions}"
@@ -327,25 +351,11 @@ class TrainRollout:
     reward: float = 0.0
     is_outline: bool = False
 
-    def check_experts(self, shape: tuple[int, int, int]) -> None:
-        """Raise RecordInvalid unless recorded experts, if any, fit the model.
+    def check(self, max_length: int, vocab_size: int, experts: tuple[int, int, int] = (0, 0, 0)) -> None:
+        """Raise RecordInvalid unless a model of this maximum length, vocabulary and experts can be trained on it.
 
-        shape: (layers, experts per token, experts in each layer).
+        experts: as in `Rollout.check_policy`.
         """
-        experts_SLK = self.rollout.experts_SLK
-        if experts_SLK is None:
-            return
-        layers, each, count = shape
-        tokens = len(self.prompt_token_ids) + self.rollout.total_length - 1
-        if experts_SLK.shape != (tokens, layers, each) or (experts_SLK.size and int(experts_SLK.max()) >= count):
-            highest = int(experts_SLK.max()) if experts_SLK.size else -1
-            raise RecordInvalid(
-                f"rollout {self.rollout.rollout_id[:64]}: experts must be {tokens} tokens x {layers} layers x {each}, "
-                f"each < {count}, got shape {experts_SLK.shape} up to {highest}; use one model in sampler and trainer"
-            )
-
-    def check(self, max_length: int, vocab_size: int) -> None:
-        """Raise RecordInvalid unless a model of this maximum length and vocabulary can be trained on it."""
         if self.is_outline:
             return
         prompt = self.prompt_token_ids
@@ -359,11 +369,9 @@ class TrainRollout:
         if not prompt or len(prompt) + len(ids_T) > max_length:
             raise_invalid(f"prompt and completion must have 1 to {max_length} tokens, got {len(prompt)} + {len(ids_T)}")
         self.rollout.check(max_length)  # also refuses negative ids, and an empty completion
-        if min(prompt) < 0 or max(*prompt, int(ids_T.max())) >= vocab_size:
-            raise_invalid(f"token ids must be >= 0 and < {vocab_size}, got others; use the same model in both")
-        sets = self.rollout.sets
-        if sets is not None and int(sets.ids_M.max()) >= vocab_size:
-            raise_invalid(f"ids of sampling sets must be < {vocab_size}, got others; use the same model in both")
+        self.rollout.check_policy(len(prompt), vocab_size, experts)
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise_invalid(f"the prompt's token ids must be >= 0 and < {vocab_size}, got others; use its tokenizer")
         if not (math.isfinite(self.advantage) and math.isfinite(self.reward)):
             raise_invalid(f"advantage and reward must be finite, got {self.advantage} and {self.reward}")
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc.aio
 import numpy as np
+from tests.run_files import CONFIG
 from tests.stand_ins.engine import TableEngine, TableShape
 from tests.stand_ins.trainer_backend import StandInBackend
 
@@ -29,6 +30,7 @@ from specrl.coordinator.members.service import CoordinatorService
 from specrl.coordinator.run_spans import RunSpans
 from specrl.coordinator.wiring import wire_coordinator
 from specrl.generation.service import GenerationService
+from specrl.models.policy_config import PolicyConfig, parse_policy_config
 from specrl.records import Batch, Peer, Prompt, Reward, Role, wire
 from specrl.rpc.clients import CoordinatorClient
 from specrl.rpc.membership import stay_registered
@@ -69,6 +71,11 @@ def a_spec(folder: Path, **schedule: int | str) -> RunSpec:
             "telemetry": {"heartbeatS": 1},
         }
     )
+
+
+def a_policy() -> PolicyConfig:
+    """Make the config of a dense policy with the vocabulary of the stand-ins."""
+    return parse_policy_config(CONFIG | {"vocab_size": VOCAB}, Path("policy"))
 
 
 class TableStream:
@@ -207,6 +214,7 @@ class Run:
             self.grader,
             validation_prompts=[TableStream().prompt(1000 + place) for place in range(4)],
             turns=self.turns,
+            policy=a_policy(),
             spans=RunSpans(recorder, run_id=self.folder.name),
             clock=self.clock,
         )

@@ -191,6 +191,27 @@ async def test_an_unanswered_canary_is_skipped_and_counted_with_a_warning_from_t
     assert status.counters["canariesDisagreed"] == 0
 
 
+class Foreign(TableEngine):
+    """Returns a token that the policy does not have in the first rollout of each canary."""
+
+    async def generate(self, requests: Sequence[RolloutRequest], admit_together: bool) -> AsyncIterator[Rollout]:
+        async for rollout in super().generate(requests, admit_together):
+            if rollout.rollout_id.startswith("canary") and rollout.rollout_id == requests[0].rollout_id:
+                rollout.token_ids_T[0] = VOCAB
+            yield rollout
+
+
+async def test_a_canary_leaves_out_a_token_that_the_policy_does_not_have(tmp_path: Path) -> None:
+    """The trainer refused to score it, which ended the run."""
+    spec = a_spec(tmp_path, steps=2)
+    with structlog.testing.capture_logs() as lines:
+        async with Run(tmp_path, spec, make_engine=only_gen_0(lambda name: Foreign(name, 7, SHAPE))) as run:
+            await run.finish()
+            status = run.observer.build_status()
+    assert {line["replica"] for line in lines if line["event"] == "canary_poisoned"} == {"gen-0"}
+    assert status.counters["canariesDisagreed"] == 0
+
+
 async def test_without_a_canary_no_replica_is_checked_and_nothing_is_reported(tmp_path: Path) -> None:
     asked: list[str] = []
 

@@ -623,6 +623,30 @@ async def test_poisoned_rollouts_are_refused_counted_and_sampled_again(tmp_path:
             assert all(np.isfinite(item.rollout.sampler_logprobs_T).all() for item in batch.rollouts)
 
 
+class Foreign(Spoiling):
+    """Returns, in turn, a token and experts that the policy does not have, as a replica with another model would."""
+
+    def spoil(self, rollout: Rollout) -> Rollout:
+        if len(self.samples) % 2:
+            rollout.token_ids_T[0] = VOCAB
+            return rollout
+        return replace(rollout, experts_SLK=np.zeros((rollout.total_length + 1, 2, 1), dtype=np.uint8))
+
+
+async def test_rollouts_with_tokens_or_experts_of_another_model_are_sampled_again(tmp_path: Path) -> None:
+    """The coordinator did not know the policy, so that they reached the trainer, whose refusal ended the run."""
+
+    def make(name: str) -> TableEngine:
+        return Foreign(name, seed=7, shape=TableShape(VOCAB, 128, 0.001))
+
+    async with Run(tmp_path, a_spec(tmp_path), make_engine=make) as run:
+        await run.finish()
+        check_promises(run)
+        assert run.observer.build_status().counters["poisoned"] > 0
+        rollouts = [item.rollout for batch in run.trained for item in batch.rollouts]
+        assert all(rollout.token_ids_T.max() < VOCAB and rollout.experts_SLK is None for rollout in rollouts)
+
+
 class Forgetful(Spoiling):
     """Leaves out the sampling sets."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,47 +21,66 @@ from specrl.records import FinishReason, GradedRollout, Reward, Rollout, Rollout
 KINDS = ("drafter", "validation")
 
 
-class Poisonous(TableEngine):
-    """Returns NaN as a log-probability in the first `times` attempts at one answer of each kind."""
+def with_nan(rollout: Rollout) -> Rollout:
+    logprobs_T = rollout.sampler_logprobs_T.copy()
+    logprobs_T[0] = np.nan
+    return replace(rollout, sampler_logprobs_T=logprobs_T)
 
-    def __init__(self, name: str, times: int, attempts: Counter[str], seeds: set[tuple[str, int | None]]) -> None:
+
+def with_an_unknown_token(rollout: Rollout) -> Rollout:
+    ids_T = rollout.token_ids_T.copy()
+    ids_T[0] = VOCAB
+    return replace(rollout, token_ids_T=ids_T)
+
+
+@dataclass
+class Attempts:
+    """How often answers are spoiled, and what was asked for. counts: attempts by rollout id. seeds: with the id."""
+
+    spoil: Callable[[Rollout], Rollout]
+    times: int
+    counts: Counter[str] = field(default_factory=Counter)
+    seeds: set[tuple[str, int | None]] = field(default_factory=set)
+
+
+class Poisonous(TableEngine):
+    """Spoils the first `times` attempts at one answer of each kind."""
+
+    def __init__(self, name: str, attempts: Attempts) -> None:
         super().__init__(name, seed=7, shape=TableShape(VOCAB, 128, 0.001))
-        self.times = times
         self.attempts = attempts
-        self.seeds = seeds
 
     async def _sample_rollout(self, request: RolloutRequest) -> Rollout:
         rollout = await super()._sample_rollout(request)
         if not request.rollout_id.startswith(KINDS) or not request.rollout_id.endswith("000001-0"):
             return rollout
-        self.attempts[request.rollout_id] += 1
-        self.seeds.add((request.rollout_id, request.sampling.seed))
-        if self.attempts[request.rollout_id] > self.times:
-            return rollout
-        logprobs_T = rollout.sampler_logprobs_T.copy()
-        logprobs_T[0] = np.nan
-        return replace(rollout, sampler_logprobs_T=logprobs_T)
+        self.attempts.counts[request.rollout_id] += 1
+        self.attempts.seeds.add((request.rollout_id, request.sampling.seed))
+        is_spoiled = self.attempts.counts[request.rollout_id] <= self.attempts.times
+        return self.attempts.spoil(rollout) if is_spoiled else rollout
 
 
-@pytest.mark.parametrize("times", [1, 1000])
-async def test_malformed_side_rollouts_are_refused_counted_and_sampled_again(tmp_path: Path, times: int) -> None:
+@pytest.mark.parametrize(("spoil", "times"), [(with_nan, 1), (with_nan, 1000), (with_an_unknown_token, 1)])
+async def test_malformed_side_rollouts_are_refused_counted_and_sampled_again(
+    tmp_path: Path, spoil: Callable[[Rollout], Rollout], times: int
+) -> None:
     """An answer for the drafter was stored as it came. The trainer refused it, at each restart again.
 
     An answer that is malformed in every attempt is left out, and counts as ungraded in a validation.
     """
-    attempts: Counter[str] = Counter()
-    seeds: set[tuple[str, int | None]] = set()
+    attempts = Attempts(spoil, times)
     spec = a_spec(tmp_path, steps=1)
-    async with Run(tmp_path, spec, make_engine=lambda name: Poisonous(name, times, attempts, seeds)) as run:
+    async with Run(tmp_path, spec, make_engine=lambda name: Poisonous(name, attempts)) as run:
         await run.finish()
-        assert run.observer.build_status().counters["poisoned"] == sum(min(n, times) for n in attempts.values())
+        poisoned = sum(min(count, times) for count in attempts.counts.values())
+        assert run.observer.build_status().counters["poisoned"] == poisoned
         is_given_up = times >= MAX_ATTEMPTS
         drafter = run.store.read_facts()["drafterStart"]
         assert drafter["rollouts"] == run.spec.trainer.drafter.initialisation.prompts - 1 - is_given_up
         assert [found.ungraded for found in run.observer.read_validations()] == [int(is_given_up)] * 2
-    assert set(attempts) == {"drafter-000001-0", "validation-0-000001-0", "validation-1-000001-0"}
-    assert set(attempts.values()) == {min(times + 1, MAX_ATTEMPTS)}
-    assert len(seeds) == sum(attempts.values()), "each attempt has its own seed"
+    assert set(attempts.counts) == {"drafter-000001-0", "validation-0-000001-0", "validation-1-000001-0"}
+    assert set(attempts.counts.values()) == {min(times + 1, MAX_ATTEMPTS)}
+    assert len(attempts.seeds) == attempts.counts.total(), "each attempt has its own seed"
 
 
 async def test_a_malformed_stored_answer_is_sampled_again(tmp_path: Path) -> None:

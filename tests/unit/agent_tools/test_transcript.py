@@ -104,6 +104,17 @@ def test_a_tokens_experts_come_from_the_first_turn_that_computed_it(delimiters: 
     assert experts[:, 1, 0].tolist() == [0] * 4 + [1] * (tokens - 4)
 
 
+def test_turns_with_experts_of_different_shapes_have_none_together(delimiters: CallDelimiters) -> None:
+    """Joining them raised ValueError, which ended the run. Without experts the rollout is sampled again."""
+    episode = an_episode(delimiters)
+    first = replace(a_turn(episode, [200, 201], "<tool>1", "</tool>"), experts_SLK=np.zeros((3, 2, 1), np.uint8))
+    assert episode.add_turn(first)
+    assert episode.add_output("1")
+    tokens = len(episode.next_request.prompt_token_ids)
+    episode.add_turn(replace(a_turn(episode, [210], "#### 1"), experts_SLK=np.zeros((tokens, 3, 1), np.uint8)))
+    assert episode.build_rollout().experts_SLK is None
+
+
 def test_sampling_sets_of_all_turns_are_joined_without_the_outputs(delimiters: CallDelimiters) -> None:
     episode = an_episode(delimiters)
     first = replace(a_turn(episode, [200, 201], "<tool>1", "</tool>"), sets=SamplingSets.from_lists([[7, 200], [201]]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -103,16 +104,29 @@ def test_policy_lag_counts_from_the_oldest_token() -> None:
 
 def test_experts_that_the_model_does_not_have_are_refused() -> None:
     """Make experts of all tokens but the last, for a prompt of two tokens and a completion of three."""
+    mixture = (6, 2, 4)
 
-    def check(*shape: int, highest: int = 3) -> None:
-        experts_SLK = np.full(shape, highest, np.uint8)
-        TrainRollout((1, 2), a_rollout(experts_SLK=experts_SLK), 0.0).check_experts((6, 2, 4))
+    def with_experts(*shape: int, highest: int = 3) -> Rollout:
+        return a_rollout(experts_SLK=np.full(shape, highest, np.uint8))
 
-    check(4, 6, 2)
-    TrainRollout((1, 2), a_rollout(), 0.0).check_experts((6, 2, 4))
+    for sound in (with_experts(4, 6, 2), a_rollout()):
+        sound.check_policy(2, 8, mixture)
+        TrainRollout((1, 2), sound, 0.0).check(5, 8, mixture)
     for shape, highest in (((5, 6, 2), 3), ((4, 5, 2), 3), ((4, 6, 1), 3), ((4, 6, 2), 4)):
-        with pytest.raises(RecordInvalid, match="experts must be 4 tokens x 6 layers x 2, each < 4"):
-            check(*shape, highest=highest)
+        unfit = with_experts(*shape, highest=highest)
+        for check in (partial(unfit.check_policy, 2), partial(TrainRollout((1, 2), unfit, 0.0).check, 5)):
+            with pytest.raises(RecordInvalid, match="experts must be 4 tokens x 6 layers x 2, each < 4"):
+                check(8, mixture)
+    with pytest.raises(RecordInvalid, match="experts must be 4 tokens x 0 layers x 0"):
+        with_experts(4, 6, 2).check_policy(2, 8, (0, 0, 0))
+
+
+def test_tokens_that_the_policy_does_not_have_are_refused() -> None:
+    a_rollout().check_policy(2, 8, (0, 0, 0))
+    with pytest.raises(RecordInvalid, match="token ids must be < 7, got 7"):
+        a_rollout().check_policy(2, 7, (0, 0, 0))
+    with pytest.raises(RecordInvalid, match="the prompt's token ids must be >= 0 and < 8"):
+        TrainRollout((8,), a_rollout(), 0.0).check(4, 8)
 
 
 def test_replay_needs_the_experts_of_every_token_but_the_last() -> None:

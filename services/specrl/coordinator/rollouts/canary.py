@@ -65,6 +65,7 @@ class CanaryRunner:
     """Runs canaries, and returns the replicas to which the weights must be sent again. Called by the loop alone."""
 
     def __init__(self, context: RunContext) -> None:
+        self._context = context
         self._spec = context.spec
         self._registry = context.registry
         self._prompts = context.prompts
@@ -181,12 +182,13 @@ class CanaryRunner:
     ) -> dict[str, Rollout]:
         """Receive the canary rollouts that are well-formed, by rollout id."""
         found = {}
+        prompt_tokens = {request.rollout_id: len(request.prompt_token_ids) for request in requests}
         # Admitting them together stops the engine for a moment. Only a run that must repeat bit by bit needs it.
         is_synchronous = self._spec.schedule.max_policy_lag == 0
         async with aclosing(replica.client.generate_rollouts(requests, is_synchronous, policy_version)) as stream:
             async for rollout in stream:
                 try:
-                    rollout.check(self._max_tokens)
+                    self._context.check_rollout(rollout, prompt_tokens[rollout.rollout_id], self._max_tokens)
                     if self._spec.generation.sampling.is_truncated:
                         rollout.check_recorded_sets()
                 except RecordInvalid as error:

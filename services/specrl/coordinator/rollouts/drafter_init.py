@@ -222,7 +222,7 @@ class _Answering:
         found = {
             rollout.rollout_id: rollout
             for rollout in stored
-            if rollout.rollout_id in wanted and _is_well_formed(rollout, wanted[rollout.rollout_id])
+            if rollout.rollout_id in wanted and self._is_well_formed(rollout, wanted[rollout.rollout_id])
         }
         places = {request.rollout_id: place for place, (request, _) in enumerate(requests)}
         progress = AnswerProgress(len(found), len(requests), time.monotonic)
@@ -247,15 +247,14 @@ class _Answering:
         self.seconds += time.monotonic() - began
         return found
 
-
-def _is_well_formed(stored: Rollout, request: RolloutRequest) -> bool:
-    """Whether a stored answer may be trained on. Earlier versions stored answers unchecked."""
-    try:
-        stored.check(request.sampling.max_tokens)
-    except RecordInvalid as error:
-        log.warning("stored_answer_refused", rollout=stored.rollout_id, reason=str(error))
-        return False
-    return True
+    def _is_well_formed(self, stored: Rollout, request: RolloutRequest) -> bool:
+        """Whether a stored answer may be trained on. Earlier versions stored answers unchecked."""
+        try:
+            self._context.check_rollout(stored, len(request.prompt_token_ids), request.sampling.max_tokens)
+        except RecordInvalid as error:
+            log.warning("stored_answer_refused", rollout=stored.rollout_id, reason=str(error))
+            return False
+        return True
 
 
 class AnswerProgress:

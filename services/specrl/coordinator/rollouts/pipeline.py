@@ -370,9 +370,11 @@ class RolloutPipeline:
             return
         rollout = ended.rollout
         try:
-            rollout.check(self._spec.generation.sampling.max_tokens, versions)
+            prompt_tokens = len(self._prompt_of(slot).token_ids)
+            max_tokens = self._spec.generation.sampling.max_tokens
+            self._context.check_rollout(rollout, prompt_tokens, max_tokens, versions)
             if self._spec.trainer.routing is Routing.REPLAY:
-                rollout.check_replayed_experts(len(self._prompt_of(slot).token_ids))
+                rollout.check_replayed_experts(prompt_tokens)
             if self._spec.generation.sampling.is_truncated:
                 rollout.check_recorded_sets()
         except RecordInvalid as error:

@@ -75,7 +75,7 @@ async def sample_rollouts(
     async def take_rollout(replica: Replica, ended: FinishedRollout) -> None:
         request = asked_for[ended.rollout.rollout_id]
         try:
-            ended.rollout.check(request.sampling.max_tokens)
+            context.check_rollout(ended.rollout, len(request.prompt_token_ids), request.sampling.max_tokens)
         except RecordInvalid as error:
             log.error(
                 "side_rollout_poisoned", rollout=request.rollout_id, replica=replica.replica_id, reason=str(error)

@@ -21,12 +21,8 @@ def check_rollouts(rollouts: Sequence[TrainRollout], config: PolicyConfig) -> No
     """Raise RecordInvalid, on all ranks alike, for rollouts that the forward pass would fail on."""
     if not rollouts:
         raise RecordInvalid("rollouts must not be empty, got none; send the groups of the step")
-    experts = config.experts
-    # Layers, experts per token, and experts in total; zeros if the model has none.
-    shape = (config.num_layers, experts.per_token, experts.count) if experts is not None else (0, 0, 0)
     for item in rollouts:
-        item.check(config.max_length, config.vocab_size)
-        item.check_experts(shape)
+        item.check(config.max_length, config.vocab_size, config.experts_shape)
 
 
 def check_experts(rollouts: Sequence[TrainRollout], routing: Routing) -> None:
