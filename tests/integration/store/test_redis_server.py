@@ -11,11 +11,11 @@ import pytest
 from tests.certificates import Authority
 from tests.redis_servers import RedisProcess, free_port, needs_redis, redis_settings, retry_until_success
 from tests.requirements import REDIS_TLS
-from tests.store_crashes import WRITES, read_contents
+from tests.store_crashes import WRITES, a_rollout, read_contents
 
 from specrl.coordinator.ledger import Claim
 from specrl.coordinator.ledger.redis_server import RedisServer
-from specrl.coordinator.ledger.redis_store import _WRITE, RedisStore
+from specrl.coordinator.ledger.redis_store import _WRITE, REPLY_BYTES, RedisStore
 from specrl.errors import StoreFailed, StoreInvalid
 from specrl.spec.store import Durability, Secret, Tls
 
@@ -23,7 +23,7 @@ pytestmark = needs_redis
 Start = Callable[..., RedisProcess]
 
 RULE = (
-    "+info +config|get +auth +select +ping +eval +hget +hgetall +hlen +hmget +hset +hsetnx +hkeys +hscan "
+    "+info +config|get +auth +select +ping +eval +hget +hgetall +hlen +hmget +hset +hsetnx +hkeys "
     "+hexists +hdel +exists +sadd +smembers +srem +unlink +wait"
 )
 """The ACL of docs/store.md, restricted to the run's keys."""
@@ -299,6 +299,25 @@ def test_a_write_that_arrives_after_newer_ones_is_refused(start: Start) -> None:
         assert send(3, claim.token)[0] == b"done", "a write whose answer is lost ..."
     store.set_fact("value", "newest")
     assert store.read_facts().get("value") == "newest", "... does not cost the next write"
+    store.close()
+
+
+def test_no_reply_has_more_than_a_few_large_rollouts(start: Start) -> None:
+    """64 rollouts, or all of a prompt, were one reply: more than 1 GB with the experts of long rollouts."""
+    server = start()
+    with server.client() as admin:  # the server closes the connection for which it holds a larger reply
+        admin.config_set("client-output-buffer-limit", f"normal {2 * REPLY_BYTES} 0 0")
+    store = a_store(server, timeout_s=30)
+    sizes = [1000, REPLY_BYTES // 3, REPLY_BYTES // 2, 3 * REPLY_BYTES // 2, 0, *[REPLY_BYTES // 3] * 3]
+    rows = [a_rollout(1, 0, sample, data=bytes([sample]) * size) for sample, size in enumerate(sizes)]
+    for row in rows:
+        store.put_rollouts([row])
+    store.put_batch(1, b"batch", [0])
+    assert store.read_rollouts() == rows
+    assert store.read_batch_rollouts(1) == [row.data for row in rows]
+    names = [b"0:0", b"9:9", b"0:4"]  # the second was deleted since it was listed
+    found = store._server.run_on_primary(lambda client: list(store._read_values(client, 1, names)))
+    assert [name for name, _ in found] == [b"0:0", b"0:4"]
     store.close()
 
 

@@ -23,7 +23,7 @@ claim. Three things follow:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import redis
@@ -42,8 +42,10 @@ from specrl.spec.store import RedisStore as Settings
 LARGEST_BYTES = 512 * 1024 * 1024 - 1024
 """Redis' default limit of one value (proto-max-bulk-len), less room for the attempt that precedes a rollout."""
 
-SCAN_COUNT = 64
-"""Rollouts per reply. A rollout of 8k tokens is 100 kB, so a reply of 6 MB does not stall the server."""
+REPLY_ROWS = 64
+REPLY_BYTES = 8 * 1024 * 1024
+"""Most rollouts, and most bytes of them, in a reply, so that none stalls the server. A rollout of 8k tokens is 100 kB;
+with recorded experts it may have several MB. One that is larger than the limit has a reply of its own."""
 
 Argument = str | bytes | int
 
@@ -57,6 +59,18 @@ if held[3] ~= ARGV[3] then
   redis.call('HSETNX', KEYS[1], 'sequence', 0)
 end
 return {'done', redis.call('HGET', KEYS[1], 'sequence')}
+"""
+
+# Reads fields of a hash, in order, until the reply is full: nil for a field that does not exist.
+_READ = """
+local values, size = {}, 0
+for place = 2, #ARGV do
+  local value = redis.call('HGET', KEYS[1], ARGV[place])
+  size = size + (value and #value or 0)
+  if place > 2 and size > tonumber(ARGV[1]) then break end
+  values[place - 1] = value
+end
+return values
 """
 
 # A server that has reached maxmemory refuses a script's first command that may need memory. Once a script has written,
@@ -173,14 +187,28 @@ class RedisStore:
         return sorted(self._read_checked(self._scan_rollouts), key=lambda row: (row.step, row.index, row.sample))
 
     def _scan_rollouts(self, client: redis.Redis) -> list[StoredRollout]:
-        found: dict[tuple[int, ...], StoredRollout] = {}
+        found: list[StoredRollout] = []
         for step in self._untrained_steps(client):
-            # HSCAN may return a field twice; the dictionary keeps one.
-            for name, value in client.hscan_iter(f"{self._rollouts}:{step}", count=SCAN_COUNT):
+            names = client.execute_command("HKEYS", f"{self._rollouts}:{step}")
+            for name, value in self._read_values(client, step, names):
                 index, sample = map(int, name.split(b":"))
                 attempt = int.from_bytes(value[:4], "big")
-                found[step, index, sample] = StoredRollout(step, index, sample, attempt, value[4:])
-        return list(found.values())
+                found.append(StoredRollout(step, index, sample, attempt, value[4:]))
+        return found
+
+    def _read_values(self, client: redis.Redis, step: int, names: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
+        """Yield name and value of rollouts of a step, in order. One that was deleted since it was listed is left out.
+
+        Each reply has at most REPLY_ROWS rollouts and REPLY_BYTES, but at least one rollout.
+        """
+        first = 0
+        while first < len(names):
+            asked = names[first : first + REPLY_ROWS]
+            values = client.execute_command("EVAL", _READ, 1, f"{self._rollouts}:{step}", REPLY_BYTES, *asked)
+            for name, value in zip(asked, values, strict=False):
+                if value is not None:
+                    yield name, value
+            first += len(values)
 
     def _untrained_steps(self, client: redis.Redis) -> list[int]:
         """Return the untrained steps that have rollouts, ascending; those below 1 initialise the drafter."""
@@ -207,20 +235,13 @@ class RedisStore:
         return self._read_checked(lambda client: self._read_named_rollouts(client, step))
 
     def _read_named_rollouts(self, client: redis.Redis, step: int) -> list[bytes]:
-        """Read the rollouts of a batch, one prompt per reply, so that no reply stalls the server."""
         indexes = [int(index) for index in (client.execute_command("HGET", self._indexes, step) or b"").split()]
-        samples: dict[int, list[int]] = {index: [] for index in indexes}
+        samples: dict[int, list[tuple[int, bytes]]] = {index: [] for index in indexes}
         for name in client.execute_command("HKEYS", f"{self._rollouts}:{step}"):
             index, sample = map(int, name.split(b":"))
-            samples.get(index, []).append(sample)
-        found: list[bytes] = []
-        for index in indexes:
-            names = [f"{index}:{sample}" for sample in sorted(samples[index])]
-            if names:
-                values = client.execute_command("HMGET", f"{self._rollouts}:{step}", *names)
-                # None: deleted since HKEYS listed it. The first 4 bytes are the attempt.
-                found += [value[4:] for value in values if value is not None]
-        return found
+            samples.get(index, []).append((sample, name))
+        names = [name for index in indexes for _, name in sorted(samples[index])]
+        return [value[4:] for _, value in self._read_values(client, step, names)]  # the first 4 bytes: the attempt
 
     def list_batch_steps(self) -> list[int]:
         return self._read_checked(lambda client: sorted(map(int, client.execute_command("HKEYS", self._batches))))
