@@ -67,6 +67,27 @@ def test_a_damaged_timeline_counts_as_none(tmp_path: Path, content: bytes) -> No
     assert [step.step for step in Timeline(file).build_report(1, 1, 4).steps] == [1]
 
 
+def test_a_file_that_could_not_be_read_at_the_start_keeps_its_steps(tmp_path: Path) -> None:
+    """It counted as empty, so the next step replaced it."""
+    file = tmp_path / "timeline.jsonl"
+    first = Timeline(file)
+    for step in (1, 2):
+        first(a_span(SpanName.TRAIN, TRAINER, 4.0 * step, 4.0 * step + 3.0, step))
+        first(a_step(step, 4.0 * step, 4.0 * step + 4.0))
+    aside = file.rename(tmp_path / "aside")
+    file.symlink_to(file)  # cannot be read: a link to itself
+    resumed = Timeline(file)
+    resumed(a_step(3, 12.0, 16.0))
+    file.unlink()
+    aside.rename(file)
+    resumed(a_span(SpanName.TRAIN, TRAINER, 16.0, 19.0, 4))
+    resumed(a_step(4, 16.0, 20.0))
+    for timeline in (resumed, Timeline(file)):
+        found = timeline.build_report(4, 100, 4)
+        assert [step.step for step in found.steps] == [1, 2, 3, 4]
+        assert [bar[2] for bar in found.bars] == [1, 2, 4]
+
+
 def test_a_step_appends_a_line_and_the_file_is_bounded(tmp_path: Path) -> None:
     """The whole file was written after each step, in the event loop."""
     file = tmp_path / "timeline.jsonl"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,12 +156,15 @@ class Timeline:
     """Keeps finished spans (a span sink), and reports stretches of the timeline."""
 
     def __init__(self, file: Path | None = None) -> None:
-        """file: where the last steps are kept for a resumed run. Lines that cannot be read are skipped. None: no file.
+        """file: where the last steps are kept for a resumed run. None: no file.
 
-        It is shown only, so it is not synced.
+        Lines that are damaged are skipped. A file that cannot be read is not written until it can be. It is shown only,
+        so it is not synced.
         """
         self._file = file
-        self._lines = 0  # of the file
+        # Lines of the file. It counts as full at first, and is written anew: its last line may be truncated.
+        self._lines = 2 * STEPS_SEEN
+        self._is_restored = False
         self._writes = ShownFileWrites()
         self._stored: deque[StoredStep] = deque(maxlen=STEPS_SEEN)
         self._recorder: Recorder | None = None
@@ -169,27 +173,22 @@ class Timeline:
         self._busy: dict[str, _LaneLoad] = {}
         self._first_load_s: float | None = None  # unix time of the first frequent span of this process
         self._steps: deque[tuple[int, float, float]] = deque(maxlen=STEPS_KEPT)
-        if file is not None and file.exists():
-            self._restore_steps(file)
+        if file is not None:
+            with suppress(OSError):  # `_write_newest_step` tries again
+                self._restore_steps(file)
 
     def _restore_steps(self, file: Path) -> None:
-        """Read the steps of earlier coordinators of this run."""
-        self._lines = 2 * STEPS_SEEN  # written anew with the next step: its last line may be truncated
-        try:
-            lines = read_text(file, MAX_FILE_BYTES).splitlines()
-        except (OSError, ValueError) as error:
-            metrics.FILES_SKIPPED.labels("timeline").inc()
-            log.warning("timeline_not_read", path=str(file), reason=str(error))
-            return
-        for line in lines:
-            try:
-                self._stored.append(StoredStep.model_validate(parse_object(line)))
-            except ValueError as error:  # also pydantic's
-                metrics.FILES_SKIPPED.labels("timeline").inc()
-                log.warning("timeline_not_read", path=str(file), reason=str(error))
-        for step in self._stored:
-            self._steps.append((step.step, step.began_s, step.ended_s))
-            self._bars.extend(step.bars)
+        """Put the steps of earlier coordinators of this run before those of this one.
+
+        Raises OSError if there is a file that cannot be read.
+        """
+        earlier = _read_steps(file)[-STEPS_SEEN:]
+        self._stored = deque([*earlier, *self._stored], maxlen=STEPS_SEEN)
+        times = [(step.step, step.began_s, step.ended_s) for step in earlier]
+        self._steps = deque([*times, *self._steps], maxlen=STEPS_KEPT)
+        bars = [bar for step in earlier for bar in step.bars]
+        self._bars = deque([*bars, *self._bars], maxlen=BARS_KEPT)
+        self._is_restored = True
 
     def _store_step(self, step: int, began_s: float, ended_s: float) -> None:
         if self._file is None:
@@ -200,6 +199,8 @@ class Timeline:
 
     def _write_newest_step(self) -> None:
         assert self._file is not None
+        if not self._is_restored:
+            self._restore_steps(self._file)
         if self._lines < 2 * STEPS_SEEN:
             # After an error the file is written anew: a part of the line may be in it.
             before = self._lines
@@ -328,6 +329,29 @@ class Timeline:
             if means.any():
                 shown[lane] = np.round(means.astype(float), 2).tolist()
         return shown
+
+
+def _read_steps(file: Path) -> list[StoredStep]:
+    """Read a timeline's file, without damaged lines; none if it is missing. Raises OSError if it cannot be read."""
+    found: list[StoredStep] = []
+
+    def note_damage(error: ValueError) -> None:
+        metrics.FILES_SKIPPED.labels("timeline").inc()
+        log.warning("timeline_not_read", path=str(file), reason=str(error))
+
+    try:
+        lines = read_text(file, MAX_FILE_BYTES).splitlines()
+    except FileNotFoundError:
+        return found
+    except ValueError as error:  # not UTF-8
+        note_damage(error)
+        return found
+    for line in lines:
+        try:
+            found.append(StoredStep.model_validate(parse_object(line)))
+        except ValueError as error:  # also pydantic's
+            note_damage(error)
+    return found
 
 
 def _sort_lanes(lanes: Iterable[str]) -> list[str]:
