@@ -50,7 +50,7 @@ _SHOWN_RANGES = 5
 
 @dataclass(frozen=True)
 class ProblemFault:
-    """The fault of one record. source: its file or family. number: as in `ProblemSource.numbers`."""
+    """One fault of a record. source: its file or family. number: as in `ProblemSource.numbers`."""
 
     source: str
     number: int
@@ -66,7 +66,7 @@ class ProblemSource:
 
     name: the file or the family, for messages. numbers: of each problem, its line (JSONL) or row (Parquet) from 1.
     can_skip: whether problems may be left out (`onBadLine: Skip`). remedy: what a user does if they may not.
-    skipped: `file:line: fault` of each record that was left out. revision: of the data set, if it has revisions.
+    skipped: `file:line: faults` of each record that was left out. revision: of the data set, if it has revisions.
     """
 
     name: str
@@ -127,7 +127,7 @@ class ProblemSource:
         """
         named = [self.make_fault(index, text) for index, text in faults.items()]
         kept = self.select_problems([index for index in range(len(self)) if index not in faults])
-        return _check_problems(replace(kept, skipped=(*self.skipped, *map(str, named))), named)
+        return _check_problems(replace(kept, skipped=(*self.skipped, *_format_records(named))), named)
 
 
 def open_problem_source(
@@ -175,6 +175,14 @@ def summarise_faults(rule: str, faults: Sequence[ProblemFault], remedy: str) -> 
     left = sum(len(found) for found in list(numbers.values())[SHOWN_FAULTS:])
     more = f"\n  and {left} more" if left else ""
     return f"{rule}, got {len(faults)} faults; {remedy}:{shown}{more}"
+
+
+def _format_records(faults: Sequence[ProblemFault]) -> tuple[str, ...]:
+    """Format one line for each record that has faults."""
+    texts: dict[tuple[str, int], list[str]] = {}
+    for fault in faults:
+        texts.setdefault((fault.source, fault.number), []).append(fault.text)
+    return tuple(f"{source}:{number}: {'; '.join(found)}" for (source, number), found in texts.items())
 
 
 def _format_ranges(numbers: Sequence[int]) -> str:
@@ -238,7 +246,7 @@ def _read_source(source: FileSource, rows: Iterator[NumberedRow], keeps_rows: bo
             found.problems,
             found.numbers,
             can_skip=source.on_bad_line is OnBadLine.SKIP,
-            skipped=tuple(map(str, found.faults)),
+            skipped=_format_records(found.faults),
         ),
         found.faults,
     )
@@ -298,7 +306,7 @@ def _read_data_set(source: HubSource, keeps_rows: bool) -> ProblemSource:
             problems,
             range(1, len(problems) + 1),
             can_skip,
-            skipped=tuple(map(str, faults)),
+            skipped=_format_records(faults),
             revision=source.revision or "",
         ),
         faults,

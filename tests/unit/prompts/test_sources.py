@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -344,6 +345,17 @@ def test_malformed_lines_may_be_skipped_and_are_listed_with_their_line(tmp_path:
         ("b", f"{path}:5"),
     ]
     assert [fault.split(": ")[0] for fault in source.skipped] == [f"{path}:{line}" for line in (2, 3, 4)]
+
+
+@pytest.mark.parametrize("is_data_set", [False, True])
+def test_a_record_with_several_faults_is_skipped_once(tmp_path: Path, is_data_set: bool) -> None:
+    """Each of its faults counted as a skipped problem."""
+    content = '{"text": "a"}\n' + record("b", "1") + '\n{"question": "", "answer": null}\n'
+    (tmp_path / "a.jsonl").write_text(content)
+    wanted = a_data_set(tmp_path, OnBadLine.SKIP, a=content) if is_data_set else skipping(tmp_path / "a.jsonl")
+    first, third = open_problem_source(wanted).skipped
+    assert re.search(r"a\.jsonl:1: field 'question' must exist.*; field 'answer' must exist", first)
+    assert re.search(r"a\.jsonl:3: field 'question' must not be empty.*; field 'answer' must be text", third)
 
 
 def test_malformed_rows_of_a_parquet_file_may_be_skipped(tmp_path: Path) -> None:
