@@ -24,7 +24,6 @@ as late in the demo and as short as early in it. Finished parts in --out are not
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import time
@@ -42,6 +41,7 @@ from specrl.coordinator.ledger import SqliteStore
 from specrl.files import write_folder
 from specrl.records import Batch, FinishReason, Rollout, TrainRollout, VersionSpan
 from specrl.spec import RunSpec, load_spec
+from specrl.spec.yaml_input import quote_yaml
 
 HERE = Path(__file__).resolve().parent
 OTHER_FAMILY = "{generated: {family: ledger, count: 512, seed: 1}}"
@@ -68,7 +68,7 @@ DRAFT_MODEL = "draftModel"
 MEASURED_KL = {"trainer.loss.referenceKl": "{coefficient: 1e-9}"}
 # Half of the demo, to save time.
 HALF = {"generation.replicas": "1", "trainer.parallelism.data": "1", "schedule.promptsPerStep": "8"}
-EVEN_DIGITS = f"{{function: 'even_digits:compute_reward', folder: {json.dumps(str(HERE / 'even_digits'))}}}"
+EVEN_DIGITS = f"{{function: 'even_digits:compute_reward', folder: {quote_yaml(HERE / 'even_digits')}}}"
 # Fields of the pairs.
 REWARDS: dict[str, dict[str, str]] = {
     "even-digits": {"rewards.exact": "null", "rewards.python": EVEN_DIGITS},
@@ -102,7 +102,7 @@ class Setting:
         return self.out.resolve() / name
 
     def _complete(self, fields: dict[str, str]) -> dict[str, str]:
-        return {"model.path": json.dumps(str(self.policy.resolve())), "validation": "null", **fields}
+        return {"model.path": quote_yaml(self.policy.resolve()), "validation": "null", **fields}
 
 
 def acceptance(setting: Setting, start: str, *, is_adapted: bool) -> list[float]:
@@ -111,7 +111,7 @@ def acceptance(setting: Setting, start: str, *, is_adapted: bool) -> list[float]
     run_folder = setting.train(
         f"run-{start}-{'adapted' if is_adapted else 'fixed'}-{setting.steps}",
         {
-            "generation.speculation.eagle3.path": json.dumps(str(head)),
+            "generation.speculation.eagle3.path": quote_yaml(head),
             "trainer.drafter.online": str(is_adapted).lower(),
             "schedule.steps": str(setting.steps),
         },
@@ -145,7 +145,7 @@ def small_model(setting: Setting) -> Path:
 
 def speculate(draft_model: Path) -> dict[str, str]:
     """Return the field that drafts with a draft model."""
-    path = json.dumps(str(draft_model.resolve()))
+    path = quote_yaml(draft_model.resolve())
     return {"generation.speculation": f"{{draftModel: {{numDraftTokens: 3, path: {path}}}}}"}
 
 
@@ -231,7 +231,7 @@ def time_ratios(setting: Setting, lengths: tuple[int, int], console: Console) ->
     """Measure trainer time with adaptation divided by the time without, per turn. The order alternates."""
     from specrl.trainer.megatron_backend import MegatronBackend
 
-    fields = {"model.path": json.dumps(str(setting.policy.resolve())), "trainer.parallelism.data": "1"}
+    fields = {"model.path": quote_yaml(setting.policy.resolve()), "trainer.parallelism.data": "1"}
     if setting.drafter == DRAFT_MODEL:
         fields |= speculate(small_model(setting))
     spec = load_spec(RUN_FILE, overrides_of(fields))

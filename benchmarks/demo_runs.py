@@ -24,6 +24,7 @@ from specrl.files import cache_folder, write_text
 from specrl.formats.reports import Phase
 from specrl.launcher.run_directory import RunDirectory
 from specrl.spec import load_spec
+from specrl.spec.yaml_input import quote_yaml
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo"
 RUN_FILE = DEMO / "run.yaml"
@@ -158,7 +159,7 @@ def make_drafter(policy: Path, out: Path, look: Callable[[], None] = lambda: Non
 
     look: called every second meanwhile. Raises Failed.
     """
-    initialise_drafter({"model.path": json.dumps(str(policy))}, out / "drafter", look)
+    initialise_drafter({"model.path": quote_yaml(policy)}, out / "drafter", look)
     return out / "drafter"
 
 

@@ -26,6 +26,8 @@ from typing import Any
 
 import psutil
 
+from specrl.spec.yaml_input import quote_yaml
+
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "02-json"
 BIN = Path(sys.executable).parent
 WAIT_S = 7200.0  # longest wait for a step: a busy machine is slow, not wrong
@@ -42,7 +44,7 @@ def main() -> None:
     model = fetch_model(out / "model")
     if model is None:
         return
-    overrides = [f"model.path={model}", *make_data(out), *given.overrides]
+    overrides = [f"model.path={quote_yaml(model)}", *make_data(out), *given.overrides]
     run = Run(out / "runs", out / "output.txt")
     run.start_command("run", str(EXAMPLE / "run.yaml"), *(word for it in overrides for word in ("--set", it)))
     if given.interrupt:
@@ -68,8 +70,8 @@ def make_data(out: Path) -> list[str]:
     """Make the problems in `out`, and return the overrides that name them."""
     subprocess.run([sys.executable, EXAMPLE / "make_data.py", "--out", out], check=True, stdout=subprocess.DEVNULL)
     return [
-        f"prompts.source.jsonl.path={out / 'train.jsonl'}",
-        f"validation.source.jsonl.path={out / 'validation.jsonl'}",
+        f"prompts.source.jsonl.path={quote_yaml(out / 'train.jsonl')}",
+        f"validation.source.jsonl.path={quote_yaml(out / 'validation.jsonl')}",
     ]
 
 

@@ -29,7 +29,6 @@ Exit code 1: not equivalent, or not known yet.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import shutil
@@ -47,6 +46,7 @@ from scipy.stats import t as student
 
 from specrl.launcher.run_directory import RunDirectory
 from specrl.report.reading import load_run
+from specrl.spec.yaml_input import quote_yaml
 
 MARGIN = 0.05  # of the mean accuracy
 LEVEL = 0.05  # of each one-sided test
@@ -168,9 +168,9 @@ class Results:
 def train_arm(arm: Arm, seed: int, policy: Path, out: Path) -> list[float]:
     """Train one run to its end. Returns the accuracy of each validated version but the first."""
     name = EAGLE3 if arm.speculation == FAULTY else arm.speculation
-    speculation = SPECULATIONS[name].replace("DRAFTER", json.dumps(str(out / "drafter")))
+    speculation = SPECULATIONS[name].replace("DRAFTER", quote_yaml(out / "drafter"))
     fields = {
-        "model.path": json.dumps(str(policy)),
+        "model.path": quote_yaml(policy),
         "generation.speculation": speculation,
         "schedule.maxPolicyLag": str(arm.lag),
         "schedule.seed": str(seed),

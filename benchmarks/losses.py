@@ -24,7 +24,6 @@ picture of the curves. Finished runs stay in --out, so the same command continue
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +37,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specrl.launcher.run_directory import RunDirectory
 from specrl.report.reading import load_run
+from specrl.spec.yaml_input import quote_yaml
 
 COMMON = {
     "generation.speculation": "{none: {}}",
@@ -66,7 +66,7 @@ def data_fields(data: str, gsm8k: Path | None) -> dict[str, str]:
     if data == "gsm8k":
         assert gsm8k is not None, "main has asked for it"
         sources = {
-            section: f"{{jsonl: {{path: {json.dumps(str(gsm8k.resolve() / file))}}}}}"
+            section: f"{{jsonl: {{path: {quote_yaml(gsm8k.resolve() / file)}}}}}"
             for section, file in (("prompts.source", "train.jsonl"), ("validation.source", "test.jsonl"))
         }
         limits = {"validation.limit": "128", "prompts.maxTokens": "512", "model.maxLength": "1024"}
@@ -96,7 +96,7 @@ class Runs:
         self._out: Path = arguments.out.resolve()
         self._fields = COMMON | data_fields(arguments.data, arguments.gsm8k)
         self._fields |= {
-            "model.path": json.dumps(str(arguments.policy.resolve())),
+            "model.path": quote_yaml(arguments.policy.resolve()),
             "trainer.optimizer.learningRate": f'"{arguments.learning_rate}"',
             "schedule.steps": str(arguments.steps),
             "validation.everySteps": str(max(1, arguments.steps // 6)),

@@ -18,7 +18,6 @@ measured in a process of its own, in turns. Printed: seconds, bytes of moments, 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import resource
 import sys
@@ -36,6 +35,7 @@ from losses import COMMON, outcome, progress_bar
 from rich.console import Console
 
 from specrl.spec.trainer import OptimizerKind
+from specrl.spec.yaml_input import quote_yaml
 
 RATES = {OptimizerKind.ADAMW: ("3e-5", "1e-4", "3e-4"), OptimizerKind.MUON: ("1e-4", "3e-4", "9e-4")}
 """Around the best rate of each optimizer: 9e-4 was tried for AdamW, too, and ruins the policy."""
@@ -189,7 +189,7 @@ def train_all(arguments: argparse.Namespace, console: Console) -> tuple[Found, i
     with progress_bar(arguments.steps * len(kinds) * len(arguments.seeds), console) as progress:
         (bar,) = progress.task_ids
         for seed, kind in product(arguments.seeds, kinds):
-            policy = {"model.path": json.dumps(str(arguments.policy.resolve()))}
+            policy = {"model.path": quote_yaml(arguments.policy.resolve())}
             progress.update(bar, description=f"{kind.name}, seed {seed}")
             try:
                 folder = run(

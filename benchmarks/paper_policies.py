@@ -33,6 +33,8 @@ from benchmarks.paper_rows import (
     eagle3,
 )
 
+from specrl.spec.yaml_input import quote_yaml
+
 GSM8K_RUN_FILE = EXAMPLE.parent / "03-gsm8k" / "run.yaml"
 Say = Callable[[str], None]
 Fields = dict[str, str]
@@ -102,7 +104,7 @@ class Policy(Protocol):
 
 def name_jsonl(file: Path) -> str:
     """Return a source of prompts as a field of the run file."""
-    return f"{{jsonl: {{path: {json.dumps(str(file))}}}}}"
+    return f"{{jsonl: {{path: {quote_yaml(file)}}}}}"
 
 
 class ToyPolicy:
@@ -123,7 +125,7 @@ class ToyPolicy:
             "prompts.source.generated.difficulty": str(difficulty),
             "generation.sampling.maxTokens": str(longest),
             "model.maxLength": str(longest + 64),
-            "model.path": json.dumps(str(self._out / workload.name / "policy")),
+            "model.path": quote_yaml(self._out / workload.name / "policy"),
         }
 
     def find_drafters(self, workload: Workload) -> Mapping[str, Path]:
@@ -161,7 +163,7 @@ class RealPolicy:
 
     def list_fields(self, workload: Workload) -> Fields:
         fields = COMMON | {
-            "model.path": json.dumps(str(self._policy)),
+            "model.path": quote_yaml(self._policy),
             "model.dtype": "float32",
             "trainer.microBatchTokens": "1024",
             "trainer.optimizer.learningRate": "1e-5",
@@ -215,7 +217,7 @@ class RealPolicy:
             start = self._out / "first-layers"
             if not start.exists():
                 keep_first_layers(self._policy, start, DRAFT_LAYERS)
-            path = json.dumps(str(start))
+            path = quote_yaml(start)
             fields["generation.speculation"] = f"{{draftModel: {{numDraftTokens: 3, path: {path}}}}}"
         elif kind == CHAT:
             fields = self.list_fields(LONG) | REAL_INITIALISATION | self._make_chat(say)
@@ -271,7 +273,7 @@ def write_questions(policy: Path, out: Path) -> None:
     from specrl.spec import load_spec
 
     fields = {
-        "model.path": json.dumps(str(policy)),
+        "model.path": quote_yaml(policy),
         "model.dtype": "float32",
         "model.maxLength": "512",
         "prompts.maxTokens": "128",

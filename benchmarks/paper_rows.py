@@ -6,7 +6,6 @@ authors simulated. benchmarks/simulator_accuracy.py compares the simulator with 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from statistics import mean, median, quantiles
 from typing import Any
 
 from specrl.formats.reports import PhaseSeconds, StepReport
+from specrl.spec.yaml_input import quote_yaml
 
 WARM_UP_STEPS = 1
 PHASES = ("data", "prepare", "generation", "logprob", "train")
@@ -60,7 +60,7 @@ class Configuration:
         """Fields of the run file. drafters: folders by kind."""
         speculation = self.speculation
         if self.drafter is not None:
-            speculation = speculation.replace("}", f", path: {json.dumps(str(drafters[self.drafter]))}}}")
+            speculation = speculation.replace("}", f", path: {quote_yaml(drafters[self.drafter])}}}")
         return {
             "generation.speculation": f"{{{speculation}}}",
             "generation.draftLength": "Adaptive" if self.is_adaptive else "Fixed",

@@ -48,6 +48,7 @@ from benchmarks.peers_trl import TRANSFORMERS, VLLM, StepLine
 from specrl.files import replace_file
 from specrl.formats.reports import StepReport
 from specrl.formats.statistics.mean_reward import student_interval
+from specrl.spec.yaml_input import quote_yaml
 
 WARM_UP_STEPS = 2
 REWARD_STEPS = 3
@@ -342,8 +343,8 @@ class Benchmark:
 
     def _specrl_command(self, arm: SpecrlArm, folder: Path, seed: int) -> list[str]:
         fields = {
-            "model.path": json.dumps(str(self.policy)),
-            "generation.speculation": arm.speculation.replace("DRAFTER", json.dumps(str(self.drafter))),
+            "model.path": quote_yaml(self.policy),
+            "generation.speculation": arm.speculation.replace("DRAFTER", quote_yaml(self.drafter)),
             "schedule.maxPolicyLag": str(arm.lag),
             "schedule.steps": str(self.steps),
             "schedule.seed": str(seed),

@@ -27,6 +27,7 @@ from typing import Any
 from specrl.prompts import load_prompts
 from specrl.rewards.choice import verifier_for
 from specrl.spec import RunSpec, load_spec
+from specrl.spec.yaml_input import quote_yaml
 from specrl.trainer.learning_rate import compute_learning_rate
 
 TRANSFORMERS = "transformers"
@@ -256,7 +257,7 @@ def main() -> None:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",
     }
-    train(load_spec(given.run_file, [f"model.path={json.dumps(str(given.policy))}"]), given)
+    train(load_spec(given.run_file, [f"model.path={quote_yaml(given.policy)}"]), given)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ from specrl.generation.compare import build_request, parse_mechanism, replace_sp
 from specrl.prompts import load_prompts
 from specrl.records import RolloutRequest
 from specrl.spec import RunSpec, load_spec
+from specrl.spec.yaml_input import quote_yaml
 
 LAYERS = ("plain", "engine", "replica")
 MODES = {"chosen": None, "eager": True, "compiled": False}
@@ -259,10 +260,10 @@ def measure_run(spec_file: Path, policy: Path, live: int, mode: str) -> list[Cos
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "name": "overhead",
-            "model.path": policy,
+            "model.path": quote_yaml(policy),
             "generation.speculation": "{none: {}}",
             "generation.replicas": 1,
-            "generation.eager": json.dumps(MODES[mode]),
+            "generation.eager": quote_yaml(MODES[mode]),
             "generation.maxLiveRollouts": live,
             "trainer.optimizer.learningRate": STILL,
             "schedule.steps": RUN_STEPS,

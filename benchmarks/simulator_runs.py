@@ -44,6 +44,7 @@ from specrl.simulator.scenarios.from_run import scenario_from_run
 from specrl.simulator.scenarios.scenario_file import parse_scenario
 from specrl.simulator.simulate import simulate_scenario
 from specrl.spec import load_spec
+from specrl.spec.yaml_input import quote_yaml
 
 PROMPTS = 24
 """Prompts in an epoch."""
@@ -97,9 +98,9 @@ class Configuration:
         export = (run / "export").resolve()
         speculation = "{none: {}}"
         if self.k:
-            speculation = f"{{eagle3: {{numDraftTokens: {self.k}, path: {json.dumps(str(export / 'drafter'))}}}}}"
+            speculation = f"{{eagle3: {{numDraftTokens: {self.k}, path: {quote_yaml(export / 'drafter')}}}}}"
         return {
-            "model.path": json.dumps(str(export / "policy")),
+            "model.path": quote_yaml(export / "policy"),
             "prompts.source.generated.count": str(PROMPTS),
             "generation.speculation": speculation,
             "generation.sampling.maxTokens": str(self.longest),

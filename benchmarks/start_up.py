@@ -31,6 +31,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from specrl.spec.yaml_input import quote_yaml
+
 ROOT = Path(__file__).resolve().parents[1]
 POLL_S = 0.05
 LIMIT_S = 300.0
@@ -81,7 +83,7 @@ class Start:
 
 def measure_start(tree: Path, policy: Path, overrides: Sequence[str]) -> Start:
     """Run a first step with the sources of `tree`. Raises SystemExit if the run fails."""
-    settings = [f"{key}={value}" for key, value in ({"model.path": policy} | FIELDS).items()]
+    settings = [f"{key}={value}" for key, value in ({"model.path": quote_yaml(policy)} | FIELDS).items()]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "specrl.cli", "run", str(tree / "examples" / "demo" / "run.yaml"), "--plain"]
         command += ["--runs", folder]

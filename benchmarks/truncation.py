@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ from specrl.prompts import PromptStream, load_prompts, load_validation, open_sou
 from specrl.records import Group, Prompt, Reward, Rollout, RolloutRequest, TrainMetrics, VersionSpan, WeightGroup
 from specrl.rewards.choice import verifier_for
 from specrl.spec import RunSpec, load_spec
+from specrl.spec.yaml_input import quote_yaml
 from specrl.trainer.megatron_backend import MegatronBackend
 
 RUN_FILE = Path(__file__).resolve().parents[1] / "examples" / "demo" / "run.yaml"
@@ -61,7 +61,7 @@ class TrainedSteps:
 def make_spec(arguments: argparse.Namespace, seed: int, top_p: str) -> RunSpec:
     """Read the demo's run file with the benchmark's changes."""
     fields = {
-        "model.path": json.dumps(str(arguments.policy.resolve())),
+        "model.path": quote_yaml(arguments.policy.resolve()),
         "generation.sampling.topP": f'"{top_p}"',
         "generation.sampling.temperature": f'"{arguments.temperature}"',
         "generation.speculation": "{none: {}}",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from benchmarks.paper_policies import name_jsonl
 from benchmarks.paper_rows import (
     BASE,
     CONFIGURATIONS,
@@ -29,6 +30,7 @@ from benchmarks.paper_rows import (
 )
 
 from specrl.formats.reports import PhaseSeconds, StepReport
+from specrl.spec.yaml_input import parse_yaml
 
 
 def a_report(step: int, **changes: Any) -> StepReport:
@@ -200,3 +202,12 @@ def test_overrides_are_yaml_that_names_the_workloads_drafter(tmp_path: Path) -> 
     fields = {path: yaml.safe_load(text) for path, text in found.items()}
     assert fields["generation.speculation"] == {"eagle3": {"numDraftTokens": 3, "path": str(tmp_path / "other")}}
     assert (fields["generation.draftLength"], fields["trainer.drafter.online"]) == ("Fixed", True)
+
+
+@pytest.mark.parametrize("folder", ["/runs/\U0001f600", "/runs/a: b, {c}"])
+def test_a_drafters_folder_may_have_any_name(folder: str) -> None:
+    """YAML read a character above U+FFFF, which JSON escapes as two halves, as another path."""
+    weak = next(configuration for configuration in CONFIGURATIONS if configuration.drafter == WEAK)
+    speculation = parse_yaml(weak.overrides({WEAK: Path(folder)})["generation.speculation"])
+    assert speculation["eagle3"]["path"] == folder
+    assert parse_yaml(name_jsonl(Path(folder))) == {"jsonl": {"path": folder}}

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from specrl.formats.reports import PhaseSeconds, StepReport
 from specrl.prompts import load_prompts
 from specrl.spec import load_spec
+from specrl.spec.yaml_input import quote_yaml
 
 
 def make_marks(step_s: float, start_s: float = 10.0, generation_s: float = 1.0, steps: int = 8) -> list[peers.Mark]:
@@ -115,7 +116,7 @@ def test_steps_of_both_sides_are_marked_once_their_line_is_whole(tmp_path: Path)
 
 def test_trl_gets_the_prompts_of_the_stream_in_its_order_and_the_same_token_ids(tmp_path: Path) -> None:
     make_tokenizer(tmp_path, 264)
-    fields = {"model.path": json.dumps(str(tmp_path)), "prompts.maxTokens": "160", "model.maxLength": "320"}
+    fields = {"model.path": quote_yaml(tmp_path), "prompts.maxTokens": "160", "model.maxLength": "320"}
     spec = load_spec(RUN_FILE, overrides_of(fields))
     rows = list_prompts(spec, 2)
     stream = load_prompts(spec)
