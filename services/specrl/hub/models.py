@@ -6,6 +6,7 @@ safetensors by its list of files, before the first of many gigabytes. Called by 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -18,12 +19,14 @@ from specrl.hub.fetching import NO_DISPLAY, FetchDisplay, check_room, fetch_file
 from specrl.hub.gguf_models import GgufWish, convert_gguf
 from specrl.models.policy_config import parse_policy_config
 from specrl.spec.base import is_gguf
-from specrl.tensor_files import INDEX, NEEDED_FILES, is_weight_file
+from specrl.tensor_files import INDEX, NEEDED_FILES
 
 SMALL_FILES = (*NEEDED_FILES, INDEX)
 """Files at the top of a repository that are fetched beside the weights, by name or pattern."""
 
 WEIGHTS = "model.safetensors"
+
+_SHARD = re.compile(r"(?P<stem>[A-Za-z0-9][\w.-]*)-[0-9]{5}-of-(?P<count>[0-9]{5})\.safetensors", re.ASCII)
 
 _SEE = "fetch it again, or use another revision"
 
@@ -100,7 +103,7 @@ def _suggest_format(listing: Listing) -> str:
 
 
 def _list_weights(listing: Listing) -> list[str]:
-    """Return the files of the weights, which `tensor_files.locate_tensors` finds: those of the index, if there is one.
+    """Return the files of the weights: those of the index, if there is one.
 
     Other safetensors files are left out: some repositories hold a second copy in one file, or an adapter.
     """
@@ -124,10 +127,18 @@ def _list_weights(listing: Listing) -> list[str]:
 
 
 def _list_unindexed(listing: Listing) -> list[str]:
-    """List the files of the weights of a repository without an index: model.safetensors, or else all safetensors."""
+    """List the files of the weights of a repository without an index: model.safetensors, or all shards of one model.
+
+    Empty if there is neither: an adapter or a file of another format is no model.
+    """
     if WEIGHTS in listing.sizes:
         return [WEIGHTS]
-    return sorted(file for file in listing.sizes if is_weight_file(file))
+    shards: dict[tuple[str, str], list[str]] = {}
+    for file in sorted(listing.sizes):
+        if found := _SHARD.fullmatch(file):
+            shards.setdefault((found["stem"], found["count"]), []).append(file)
+    whole = [files for (_, count), files in shards.items() if len(files) == int(count)]
+    return whole[0] if len(whole) == 1 else []
 
 
 def _describe_place(listing: Listing) -> str:

@@ -152,9 +152,18 @@ def test_shards_without_an_index_are_all_fetched(served: StandInHub, call: Call,
     """A folder with such shards was accepted, and a repository with them refused, or its GGUF file taken."""
     small = {name: body for name, body in model_files.items() if name != "model.safetensors"}
     shards = {f"model-0000{number}-of-00002.safetensors": b"shard" for number in (1, 2)}
-    others = {"a-Q8_0.gguf": b"GGUF", "old/model.safetensors": b"older"}
+    others = {
+        "a-Q8_0.gguf": b"GGUF",
+        "adapter_model.safetensors": b"adapter",
+        "consolidated.safetensors": b"another format",
+        "old/model.safetensors": b"older",
+    }
     served.add_model("team/unindexed", {**small, **shards, **others})
     assert call("model", name="team/unindexed")["files"] == sorted([*small, *shards])
+    del shards["model-00002-of-00002.safetensors"]
+    del others["a-Q8_0.gguf"]
+    served.add_model("team/unindexed", {**small, **shards, **others})
+    assert "must have its weights as safetensors, got none" in refused(call("model", name="team/unindexed"))
 
 
 def test_a_revision_is_a_branch_a_tag_or_a_commit(

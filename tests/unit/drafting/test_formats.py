@@ -150,6 +150,19 @@ def test_a_published_head_whose_file_has_another_name_is_imported(policy: Path, 
     (tmp_path / "model.safetensors").rename(tmp_path / "eagle3.safetensors")
     found, _ = read_published_head(tmp_path, config)
     assert torch.equal(found.fc.weight, head.fc.weight)
+    (tmp_path / "eagle3.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(CheckpointInvalid, match=r"^the drafter must have whole safetensors files, got .*; fetch"):
+        read_published_head(tmp_path, config)
+
+
+def test_safetensors_beside_a_published_pytorch_model_are_not_read(policy: Path, tmp_path: Path) -> None:
+    config = read_policy_config(policy)
+    head = a_drafter(tmp_path, config)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    save_file({"lora_A.weight": torch.zeros(2, 2)}, tmp_path / "adapter_model.safetensors")
+    found, _ = read_published_head(tmp_path, config)
+    assert torch.equal(found.fc.weight, head.fc.weight)
 
 
 @pytest.mark.parametrize("change", [{}, {"num_hidden_layers": 40}])

@@ -30,7 +30,7 @@ from specrl.drafting.eagle3.head import (
     read_head_config,
     write_folder,
 )
-from specrl.errors import CheckpointInvalid
+from specrl.errors import CheckpointInvalid, SpecrlError
 from specrl.files import check_regular, read_object
 from specrl.models.policy_config import PolicyConfig, find_rope_problems
 from specrl.tensor_files import FolderReader, load_tensors
@@ -80,6 +80,8 @@ def _read_folder(directory: Path) -> PublishedHead:
     try:
         raw = read_object(directory / CONFIG)
         tensors = {_our_name(name): tensor for name, tensor in _load_tensors(directory)}
+    except SpecrlError:
+        raise
     except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
         raise CheckpointInvalid(
             f"the drafter must be a folder with {CONFIG} and safetensors or {PICKLED}, got {directory}: {error}; "
@@ -94,12 +96,12 @@ def _load_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     if (directory / WEIGHTS).is_file():
         yield from load_tensors(directory / WEIGHTS).items()
         return
-    if any(directory.glob("*.safetensors")):
-        yield from FolderReader(directory, "the drafter").read_all().items()
+    if (directory / PICKLED).exists() or not any(directory.glob("*.safetensors")):
+        check_regular(directory / PICKLED)
+        # weights_only: a pickle from the internet must not run code.
+        yield from torch.load(directory / PICKLED, map_location="cpu", weights_only=True).items()
         return
-    check_regular(directory / PICKLED)
-    # weights_only: a pickle from the internet must not run code.
-    yield from torch.load(directory / PICKLED, map_location="cpu", weights_only=True).items()
+    yield from FolderReader(directory, "the drafter").read_all().items()
 
 
 def _our_name(name: str) -> str:
