@@ -116,48 +116,78 @@ def share_gpus(spec: RunSpec, need: GpuNeed) -> RunSpec:
 
     Raises MemoryTooSmall if the programs do not fit, also for a KV cache that the run file gives.
     """
-    counts = count_programs(spec, need.gpus)
-    needed = need.replica_bytes
-    if counts - {(0, 1)}:
-        # All replicas have the same KV cache, which must fit the GPU with the least room for it.
-        rooms = [
-            ((need.card_bytes - each * need.trainer_bytes) // replicas, each, replicas) for each, replicas in counts
-        ]
-        share, trainers, replicas = min(rooms)
-        of_trainer = trainers * need.trainer_bytes
-        room = share - needed
+    gpu = _find_fullest_gpu(spec, need)
+    if gpu is not None:
         chosen = spec.generation.kv_cache_mib or SMALLEST_KV_CACHE_MIB
-        if chosen * MIB > room:
-            programs = f"{'a trainer rank and ' if trainers else ''}{replicas} generation ranks"
+        if chosen * MIB > gpu.room_bytes:
             raise MemoryTooSmall(
-                f"a GPU that {programs} share must have {format_gib(of_trainer + replicas * (needed + chosen * MIB))} "
-                f"({format_gib(of_trainer)} for the trainer; for each generation rank {format_gib(needed)} and a KV "
-                f"cache of {chosen} MiB), got {format_gib(need.card_bytes)}; lower generation.kvCacheMib or replicas, "
-                "set trainer.lora or trainer.recompute: Layers, use a smaller model, or more GPUs"
+                f"{_describe_shortage(gpu, need, chosen)}; lower generation.kvCacheMib or replicas, set trainer.lora "
+                "or trainer.recompute: Layers, use a smaller model, or more GPUs"
             )
         if spec.generation.kv_cache_mib is None:
-            generation = spec.generation.model_copy(update={"kv_cache_mib": room // MIB})
+            generation = spec.generation.model_copy(update={"kv_cache_mib": gpu.room_bytes // MIB})
             return spec.model_copy(update={"generation": generation})
-    check_kv_cache(spec, needed, need.card_bytes)
+    check_kv_cache(spec, need.replica_bytes, need.card_bytes)
     return spec
 
 
 def check_scaling(spec: RunSpec, need: GpuNeed) -> None:
     """Raise MemoryTooSmall if the GPUs of an active run cannot hold more replicas. spec: with the wanted number.
 
-    The replicas that run keep their KV cache.
+    The replicas that run keep their KV cache. A resumed run can choose a smaller one, if that is enough.
     """
+    gpu = _find_fullest_gpu(spec, need)
     replicas = spec.generation.replicas
-    try:
-        if share_gpus(spec, need) is spec:
-            return
+    cache_mib = spec.generation.kv_cache_mib
+    if gpu is None or (cache_mib is not None and cache_mib * MIB <= gpu.room_bytes):
+        return
+    if gpu.room_bytes < SMALLEST_KV_CACHE_MIB * MIB:
+        reason = _describe_shortage(gpu, need, SMALLEST_KV_CACHE_MIB)
+        remedy = "scale to fewer replicas, or resume the run with more GPUs"
+    else:
         reason = "without generation.kvCacheMib each replica takes a whole GPU"
-    except MemoryTooSmall as error:
-        reason = str(error)
+        if cache_mib is not None:
+            reason = _describe_shortage(gpu, need, cache_mib)
+        remedy = (
+            f"stop the run, and resume it with `--set generation.replicas={replicas} "
+            "--set generation.kvCacheMib=null`, which chooses a KV cache for so many"
+        )
     raise MemoryTooSmall(
-        f"generation.replicas must be a number that fits the GPUs beside what runs, got {replicas} ({reason}); "
-        f"stop the run, and resume it with `--set generation.replicas={replicas} --set generation.kvCacheMib=null`, "
-        "which chooses a KV cache for so many"
+        f"generation.replicas must be a number that fits the GPUs beside what runs, got {replicas} ({reason}); {remedy}"
+    )
+
+
+@dataclass(frozen=True)
+class _SharedGpu:
+    """A GPU of several ranks: of the trainer, and of replicas. room_bytes: for the KV cache of each replica's rank."""
+
+    trainers: int
+    replicas: int
+    room_bytes: int
+
+
+def _find_fullest_gpu(spec: RunSpec, need: GpuNeed) -> _SharedGpu | None:
+    """Find the GPU with the least room for a KV cache. None: no GPU with a replica's rank is shared."""
+    counts = count_programs(spec, need.gpus)
+    if not counts - {(0, 1)}:
+        return None
+    found = list[_SharedGpu]()
+    for trainers, replicas in counts:
+        share = (need.card_bytes - trainers * need.trainer_bytes) // replicas
+        found.append(_SharedGpu(trainers, replicas, share - need.replica_bytes))
+    # All replicas have the same KV cache, so that it must fit this GPU.
+    return min(found, key=lambda gpu: gpu.room_bytes)
+
+
+def _describe_shortage(gpu: _SharedGpu, need: GpuNeed, cache_mib: int) -> str:
+    """Say in numbers why a KV cache of this size does not fit the GPU."""
+    programs = f"{'a trainer rank and ' if gpu.trainers else ''}{gpu.replicas} generation ranks"
+    of_trainer = gpu.trainers * need.trainer_bytes
+    needed = of_trainer + gpu.replicas * (need.replica_bytes + cache_mib * MIB)
+    return (
+        f"a GPU that {programs} share must have {format_gib(needed)} ({format_gib(of_trainer)} for the trainer; for "
+        f"each generation rank {format_gib(need.replica_bytes)} and a KV cache of {cache_mib} MiB), got "
+        f"{format_gib(need.card_bytes)}"
     )
 
 

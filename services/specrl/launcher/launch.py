@@ -51,9 +51,9 @@ def start_run(
     keep_serving: keep the coordinator's page up after a successful end, until Ctrl-C.
     Raises what preflight raises, RunInvalid when the folder cannot be made, and CheckpointInvalid for a bad checkpoint.
     """
+    run_directory.delete_unfinished(runs)  # before the disk is found full, which preflight may do, too
     # Everything that can be refused is refused before the folder exists.
     ready = _run_preflight(spec, None, view)
-    run_directory.delete_unfinished(runs)  # before the disk is found full
     if ready.disk_need is not None:
         check_disk(ready.disk_need, runs)
     spec = ready.spec

@@ -74,7 +74,7 @@ class PreflightResult:
     of names on the hub. precision: that choice in
     words. sources: what was fetched for the names.
     data: the run's prompts; None if a problem was found. memory_need: None with GPUs. available_bytes: 0 with GPUs.
-    gpu_need: None without GPUs, and if it is not known.
+    gpu_need: None without GPUs, with generation.gpuMemoryUtilization, and if the memory of the GPUs is not known.
     disk_need: the caller compares it with the disk of the run's folder. None if the policy could not be read.
     """
 

@@ -92,17 +92,19 @@ class RunDirectory:
     def lock(self) -> Iterator[None]:
         """Hold the run's lock, which only one launcher can. Raises RunInvalid when another process holds it.
 
-        The kernel releases the lock when this process ends, even if it is killed.
+        It also raises RunInvalid when the lock cannot be taken, as on a read-only disk. The kernel releases the lock
+        when this process ends, even if it is killed.
         """
         with self.report_unwritable():
             file = self.lock_file.open("a")
         with file:
-            if not any(_try_lock(file) for _ in range(LOCK_ATTEMPTS)):
-                raise RunInvalid(
-                    f"RUN must not be active, got {self.path}, which another launcher is running; "
-                    f"stop that launcher, or watch the run with `specrl status -w {self.path}`"
-                )
-            os.utime(self.lock_file)  # `find_run` takes the newest lock file for the newest run
+            with self.report_unwritable():
+                if not any(_try_lock(file) for _ in range(LOCK_ATTEMPTS)):
+                    raise RunInvalid(
+                        f"RUN must not be active, got {self.path}, which another launcher is running; "
+                        f"stop that launcher, or watch the run with `specrl status -w {self.path}`"
+                    )
+                os.utime(self.lock_file)  # `find_run` takes the newest lock file for the newest run
             yield
 
     def has_launcher(self) -> bool:
@@ -137,8 +139,8 @@ class RunDirectory:
             yield
         except OSError as error:
             raise RunInvalid(
-                f"{self.path} must take the files of the run, got {error}; make room, or repair the file that the "
-                "error names, then resume the run"
+                f"{self.path} must take the files of the run, got {error}; make room, or repair what the error names, "
+                "then give the command again"
             ) from error
 
     def write_run_file(self, spec: RunSpec) -> None:
@@ -176,7 +178,8 @@ def create_run(runs: Path, spec: RunSpec, fill: Callable[[Path], None] = lambda 
             "the file that the error names"
         ) from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)  # does nothing after the rename
+        with suppress(OSError):  # after the rename nothing is there
+            _delete_new_folder(unfinished)
     return RunDirectory((runs / f"{spec.name}-{number}").resolve())
 
 
@@ -193,14 +196,26 @@ def _hold_new_lock(directory: RunDirectory) -> Iterator[None]:
 def delete_unfinished(runs: Path) -> None:
     """Delete what killed processes have left of new runs, which may hold a whole checkpoint.
 
-    A folder without a lock file is left alone: its process may be about to lock it.
+    A folder without a lock file is left alone: its process may be about to lock it. So is a link, which is a user's.
     """
     for lock in runs.glob(f"{UNFINISHED}*/{LOCK_FILE}"):
         with suppress(OSError):  # another user's
-            if not RunDirectory(lock.parent).has_launcher():
-                # The lock is deleted last: if this process is killed meanwhile, the next one continues.
-                for path in (*lock.parent.glob("*/"), lock.parent):
-                    shutil.rmtree(path, ignore_errors=True)
+            if not lock.parent.is_symlink() and not RunDirectory(lock.parent).has_launcher():
+                _delete_new_folder(lock.parent)
+
+
+def _delete_new_folder(folder: Path) -> None:
+    """Delete a folder that `create_run` has not finished. Raises OSError.
+
+    The lock is deleted last: if this process is killed meanwhile, the next `delete_unfinished` continues.
+    """
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != LOCK_FILE:
+            path.unlink()
+    (folder / LOCK_FILE).unlink(missing_ok=True)
+    folder.rmdir()
 
 
 def find_run(run: str | None, runs: Path) -> RunDirectory:

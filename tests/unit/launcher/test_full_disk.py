@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from rich.console import Console
@@ -47,6 +49,27 @@ def test_a_run_without_a_lock_file_on_a_read_only_disk_is_refused(tmp_path: Path
     directory.lock_file.mkdir()  # as with a read-only file system, it cannot be opened for writing, also by root
     with pytest.raises(RunInvalid, match=r"must take the files of the run, got .*lock'; make room"), directory.lock():
         pass
+
+
+@pytest.mark.parametrize(("module", "name", "number"), [(fcntl, "flock", errno.ENOLCK), (os, "utime", errno.EPERM)])
+def test_a_lock_that_the_file_system_refuses_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, number: int
+) -> None:
+    """Only the opening of the lock file was covered. On NFS the lock itself can fail."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    directory = RunDirectory(tmp_path)
+    monkeypatch.setattr(module, name, refuse)
+    expected = rf"must take the files of the run, got .*{os.strerror(number)}; .* then give the command again"
+    with pytest.raises(RunInvalid, match=expected), directory.lock():
+        pass
+
+
+def test_errors_of_those_who_hold_the_lock_are_their_own(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), RunDirectory(tmp_path).lock():
+        (tmp_path / "none").read_text()
 
 
 def test_an_outcome_that_cannot_be_written_does_not_hide_how_the_run_ended(

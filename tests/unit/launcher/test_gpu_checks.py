@@ -6,12 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tests.run_files import a_model_folder, a_run
 
 from specrl.errors import MemoryTooSmall, SpecInvalid
 from specrl.generation.gpu_memory import estimate_replica_bytes
-from specrl.launcher import gpu_checks, preflight
-from specrl.launcher.gpu_checks import TRAINER_CONTEXT_BYTES, count_programs, estimate_gpu_need, find_gpu_problems
+from specrl.launcher import gpu_checks, launch, preflight
+from specrl.launcher.gpu_checks import (
+    TRAINER_CONTEXT_BYTES,
+    GpuNeed,
+    count_programs,
+    estimate_gpu_need,
+    find_gpu_problems,
+)
+from specrl.launcher.memory import MemoryNeed
+from specrl.launcher.run_directory import RunDirectory
+from specrl.launcher.terminal.view import PlainView
 from specrl.machine import GpuMachine, read_gpu_machine, read_memory
 from specrl.models import RunModels, read_model_folder
 from specrl.spec import RunSpec, parse_spec
@@ -152,6 +162,27 @@ def test_preflight_reports_what_the_gpus_cannot_run_and_writes_what_it_chose(
     with pytest.raises(SpecInvalid) as caught:
         preflight.check_run(spec)
     assert len(caught.value.problems) == 2  # driver and memory
+
+
+class Reached(Exception):
+    """The launch came to the replicas, and no process has been started yet."""
+
+
+@pytest.mark.parametrize(("machine", "kind"), [(ONE_GPU, GpuNeed), (GpuMachine(), MemoryNeed)])
+def test_the_launcher_scales_by_what_preflight_found_of_gpus_or_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: GpuMachine, kind: type
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(machine.visible))
+    monkeypatch.setattr(preflight, "read_gpu_machine", lambda: machine)
+    a_model_folder(tmp_path / "model")
+
+    def stop_launch(_spec: RunSpec, _directory: RunDirectory, _port: int, need: GpuNeed | MemoryNeed | None) -> None:
+        assert isinstance(need, kind)
+        raise Reached
+
+    monkeypatch.setattr(launch, "ReplicaScaler", stop_launch)
+    with pytest.raises(Reached):
+        launch.start_run(parse_spec(a_run(tmp_path)), tmp_path / "runs", PlainView(Console()))
 
 
 def test_cards_are_read_by_index_and_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:

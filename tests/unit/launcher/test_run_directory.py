@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from rich.console import Console
 from tests.run_files import a_model_folder, a_run, a_run_file
 
@@ -128,17 +130,66 @@ def test_what_a_killed_launch_has_left_is_deleted_but_no_run_and_no_folder_of_a_
         pass
 
 
-def test_a_start_deletes_what_a_killed_one_has_left_before_the_disk_is_found_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_lock_of_an_unfinished_run_is_deleted_last(
+    tmp_path: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A process killed after it had deleted the lock left a folder that no later one deleted."""
+    left = leave_unfinished(tmp_path, tmp_path / "runs")
+    unlink = Path.unlink
+
+    def end_at_lock(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "lock":
+            raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", end_at_lock)
+        with pytest.raises(KeyboardInterrupt):
+            run_directory.delete_unfinished(left.parent)
+    assert [path.name for path in left.iterdir()] == ["lock"]
+    run_directory.delete_unfinished(left.parent)
+    assert not left.exists()
+
+
+def test_a_run_is_not_deleted_through_a_link(tmp_path: Path, spec: RunSpec) -> None:
+    directory = run_directory.create_run(tmp_path, spec)
+    (tmp_path / ".new-best").symlink_to(directory.path)
+    before = sorted(directory.path.iterdir())
+    run_directory.delete_unfinished(tmp_path)
+    assert sorted(directory.path.iterdir()) == before
+
+
+@pytest.mark.parametrize("is_fetched", [False, True])
+def test_a_start_deletes_what_a_killed_one_has_left_before_the_disk_is_found_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_fetched: bool
+) -> None:
+    """is_fetched: the model is one on the hub, for which preflight itself finds the disk full."""
     runs = tmp_path / "runs"
     left = leave_unfinished(tmp_path, runs)
-    a_model_folder(tmp_path / "model")
+    spec = load_spec(tmp_path / "run.yaml")
+    if is_fetched:
+        commit = a_listed_model(tmp_path / "hub", monkeypatch)
+        model = spec.model.model_copy(update={"path": "team/tiny", "revision": commit})
+        spec = spec.model_copy(update={"model": model})
+    else:
+        a_model_folder(tmp_path / "model")
     usage = shutil.disk_usage(tmp_path)._replace(free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(SpecInvalid, match="must be on a disk with"):
-        launch.start_run(load_spec(tmp_path / "run.yaml"), runs, PlainView(Console()))
+    with pytest.raises(SpecInvalid, match="must fit on the disk of" if is_fetched else "must be on a disk with"):
+        launch.start_run(spec, runs, PlainView(Console()))
     assert not left.exists()
+
+
+def a_listed_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write a cache of the hub with all of team/tiny but its weights. Returns the commit."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    commit = "ab" * 20
+    folder = a_model_folder(cache / "models--team--tiny/snapshots" / commit)
+    listing = cache / "models--team--tiny/specrl" / f"{commit}.json"
+    listing.parent.mkdir()
+    listing.write_text(json.dumps({"commit": commit, "sizes": {it.name: it.stat().st_size for it in folder.iterdir()}}))
+    (folder / "model.safetensors").unlink()
+    return commit
 
 
 def test_runs_folder_that_is_a_file_is_refused(tmp_path: Path, spec: RunSpec) -> None:

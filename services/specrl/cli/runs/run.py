@@ -40,7 +40,7 @@ def start_or_resume(  # noqa: PLR0913, PLR0917 - one argument per option
     """Train on this machine: coordinator, generation replicas and trainer run as processes until the last step.
 
     Ctrl-C saves the run and stops it; a second Ctrl-C kills it. In both cases, `--resume` continues from the last saved
-    state. With --resume, `--set generation.replicas=N` is the only override that is allowed.
+    state. With --resume, --set may change generation.replicas and generation.kvCacheMib only.
     """
     if sum(given is not None for given in (argument, file, resume)) != 1:
         raise typer.BadParameter("give either FILE for a new run, or --resume RUN")

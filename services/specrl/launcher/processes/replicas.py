@@ -25,7 +25,7 @@ EXIT_GRACE_S = 15.0
 class ReplicaScaler:
     """Scales the replicas gen-0 to gen-(n-1) of one launch.
 
-    need: of the machine's memory without GPUs, of the GPUs with them; None: not known, so that nothing is refused.
+    need: what a replica needs: MemoryNeed on CPUs, GpuNeed on GPUs. None: unknown, so every number is accepted.
     """
 
     def __init__(
@@ -57,7 +57,11 @@ class ReplicaScaler:
             try:
                 self._check_memory(wanted)
             except MemoryTooSmall as error:
-                return f"{error}; keeping {self._count}"
+                # The run file has the number already, so that `--resume` could be refused for it.
+                return (
+                    f"{error}; keeping {self._count}; `specrl scale {self._directory.path} -n {self._count}` takes the "
+                    "number out of the run file again"
+                )
         # From 0, not from the old number: a replica that left for another reason is started again, too.
         for number in range(wanted):
             supervisor.keep_running(build_replica_program(self._spec, self._directory, self._grpc_port, number))
