@@ -150,7 +150,8 @@ class RecordInvalid(SpecrlError, ValueError):
 
     Examples: an empty or over-long rollout, NaN, missing log-probabilities, versions that do not cover all tokens.
 
-    Remedy: nothing for a rollout, which is sampled again. Otherwise run the same version of specrl everywhere.
+    Remedy: nothing for a malformed rollout, which is sampled again. For tokens or experts that the policy does not
+    have, give the replica that the log names the policy's folder. Otherwise run the same version of specrl everywhere.
     """
 
     grpc_status = "INVALID_ARGUMENT"
@@ -279,7 +280,7 @@ class TrainerFailed(SpecrlError, RuntimeError):
 
 
 class SamplerDisagrees(SpecrlError, RuntimeError):
-    """A replica's log-probabilities differ from the trainer's, though the weights arrived intact, twice.
+    """A replica's log-probabilities, tokens or experts are not the policy's, though the weights arrived intact, twice.
 
     The run ends: a restart would repeat it, and training would continue on wrong data.
 

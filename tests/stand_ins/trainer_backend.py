@@ -264,7 +264,7 @@ class StandInBackend:
         if not rollouts:
             raise RecordInvalid("rollouts must not be empty, got none; send the groups of the step")
         for item in rollouts:
-            item.check(1 << 20, self.vocab)
+            item.check(1 << 20, self.vocab, (0, 0, 0))
 
     def _token_pairs(self, item: TrainRollout) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Return the tokens [N] before the sampled ones, and the sampled ones [N]."""

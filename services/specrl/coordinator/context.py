@@ -47,7 +47,7 @@ class RunContext:
     directory: holds the run file, store, logs, checkpoints and export.
     tally: counts for the next step report.
     turns: tool settings of multi-turn rollouts; None if rollouts have one turn.
-    policy: the policy's architecture, which rollouts must fit; None if its folder cannot be read here.
+    policy: the architecture that rollouts must fit; None, so that none is compared, if it could not be read.
     events: the parts of a run publish here, and only observers subscribe.
     spans: traces of the run; recorded only if a trace sink is configured.
     outcomes: rollouts by outcome, since the coordinator started.
@@ -77,6 +77,10 @@ class RunContext:
         max_tokens, versions: as in `Rollout.check`.
         """
         rollout.check(max_tokens, versions)
+        self.check_policy(rollout, prompt_tokens)
+
+    def check_policy(self, rollout: Rollout, prompt_tokens: int) -> None:
+        """Raise RecordInvalid for a well-formed rollout with tokens or experts that the policy does not have."""
         if self.policy is not None:
             rollout.check_policy(prompt_tokens, self.policy.vocab_size, self.policy.experts_shape)
 

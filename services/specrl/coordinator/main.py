@@ -287,10 +287,13 @@ def _compare_inputs(spec: RunSpec, store: StoreLink, checked: CheckedPrompts) ->
 
 
 def _read_policy(spec: RunSpec) -> PolicyConfig | None:
-    """Read what rollouts must fit. None for a policy that cannot be trained, which is the trainer's to report."""
-    with contextlib.suppress(CheckpointInvalid):
+    """Read the architecture that rollouts must fit; None, so that none is compared, if it could not be read."""
+    try:
         return read_policy_config(Path(spec.model.path))
-    return None
+    except CheckpointInvalid as error:
+        # The start goes on: the trainer, which cannot train without it, reads it too and ends the run with this error.
+        log.warning("policy_not_read", reason=str(error))
+        return None
 
 
 def _read_notices(spec: RunSpec) -> Sequence[str]:

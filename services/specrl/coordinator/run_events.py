@@ -20,7 +20,7 @@ class CanaryOutcome(StrEnum):
 
     AGREED = "agreed"
     DISAGREED = "disagreed"
-    SKIPPED = "skipped"  # no answer in time, or none that can be compared
+    SKIPPED = "skipped"  # no answer in time, or none that is well-formed
     LOST = "lost"  # the replica was lost first
 
 
@@ -60,7 +60,7 @@ class VersionServed(RunEvent):
 
 @dataclass(frozen=True)
 class CanaryEnded(RunEvent):
-    """One replica's canary has ended. comparison: None if it was skipped or lost."""
+    """One replica's canary has ended. comparison: None if nothing was compared."""
 
     outcome: CanaryOutcome
     comparison: LogprobComparison | None = None

@@ -226,7 +226,9 @@ class Rollout:
 
         def raise_invalid(what: str) -> None:
             # The id comes from another process and may be unchecked here, so its length is bounded.
-            raise RecordInvalid(f"rollout {self.rollout_id[:64]}: {what}; use one model in sampler and trainer")
+            raise RecordInvalid(
+                f"rollout {self.rollout_id[:64]}: {what}; use the policy's folder for replicas and tokenizers"
+            )
 
         if (highest := int(self.token_ids_T.max())) >= vocab_size:
             raise_invalid(f"token ids must be < {vocab_size}, got {highest}")
@@ -351,7 +353,7 @@ class TrainRollout:
     reward: float = 0.0
     is_outline: bool = False
 
-    def check(self, max_length: int, vocab_size: int, experts: tuple[int, int, int] = (0, 0, 0)) -> None:
+    def check(self, max_length: int, vocab_size: int, experts: tuple[int, int, int]) -> None:
         """Raise RecordInvalid unless a model of this maximum length, vocabulary and experts can be trained on it.
 
         experts: as in `Rollout.check_policy`.
@@ -361,17 +363,22 @@ class TrainRollout:
         prompt = self.prompt_token_ids
         ids_T = self.rollout.token_ids_T
 
-        def raise_invalid(what: str) -> None:
+        def raise_invalid(what: str, remedy: str = "generate it again") -> None:
             # The id comes from another process and is unchecked here, so its length is bounded.
-            raise RecordInvalid(f"rollout {self.rollout.rollout_id[:64]}: {what}; generate it again")
+            raise RecordInvalid(f"rollout {self.rollout.rollout_id[:64]}: {what}; {remedy}")
 
         # First, since an empty prompt has no smallest token.
         if not prompt or len(prompt) + len(ids_T) > max_length:
             raise_invalid(f"prompt and completion must have 1 to {max_length} tokens, got {len(prompt)} + {len(ids_T)}")
         self.rollout.check(max_length)  # also refuses negative ids, and an empty completion
         self.rollout.check_policy(len(prompt), vocab_size, experts)
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise_invalid(f"the prompt's token ids must be >= 0 and < {vocab_size}, got others; use its tokenizer")
+        lowest = min(prompt)
+        highest = max(prompt)
+        if lowest < 0 or highest >= vocab_size:
+            raise_invalid(
+                f"the prompt's token ids must be >= 0 and < {vocab_size}, got {lowest if lowest < 0 else highest}",
+                "tokenize prompts with the policy's tokenizer",
+            )
         if not (math.isfinite(self.advantage) and math.isfinite(self.reward)):
             raise_invalid(f"advantage and reward must be finite, got {self.advantage} and {self.reward}")
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import structlog
 from tests.integration.coordinator.small_run import VOCAB, Run, a_spec
@@ -192,24 +193,58 @@ async def test_an_unanswered_canary_is_skipped_and_counted_with_a_warning_from_t
 
 
 class Foreign(TableEngine):
-    """Returns a token that the policy does not have in the first rollout of each canary."""
+    """Answers the first `canaries` canaries as another model would."""
+
+    canaries = 0
+
+    def spoil(self, rollout: Rollout) -> Rollout:
+        """Return a token that the policy does not have."""
+        rollout.token_ids_T[0] = VOCAB
+        return rollout
 
     async def generate(self, requests: Sequence[RolloutRequest], admit_together: bool) -> AsyncIterator[Rollout]:
+        is_canary = requests[0].rollout_id.startswith("canary")
+        self.canaries -= is_canary
         async for rollout in super().generate(requests, admit_together):
-            if rollout.rollout_id.startswith("canary") and rollout.rollout_id == requests[0].rollout_id:
-                rollout.token_ids_T[0] = VOCAB
-            yield rollout
+            yield self.spoil(rollout) if is_canary and self.canaries >= 0 else rollout
 
 
-async def test_a_canary_leaves_out_a_token_that_the_policy_does_not_have(tmp_path: Path) -> None:
-    """The trainer refused to score it, which ended the run."""
-    spec = a_spec(tmp_path, steps=2)
-    with structlog.testing.capture_logs() as lines:
-        async with Run(tmp_path, spec, make_engine=only_gen_0(lambda name: Foreign(name, 7, SHAPE))) as run:
+class ForeignExperts(Foreign):
+    def spoil(self, rollout: Rollout) -> Rollout:
+        """Return experts, which a dense policy does not have."""
+        return replace(rollout, experts_SLK=np.zeros((rollout.total_length + 1, 2, 1), dtype=np.uint8))
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Foreign, "token ids must be < 32, got 32"), (ForeignExperts, "experts")])
+async def test_a_replica_that_serves_another_model_disagrees(tmp_path: Path, kind: type[Foreign], said: str) -> None:
+    """Its rollouts were left out of its canary, which was skipped. So it was trusted, and each rollout refused."""
+
+    def make(name: str) -> TableEngine:
+        engine = kind(name, 7, SHAPE)
+        engine.canaries = FOR_EVER
+        return engine
+
+    async with Run(tmp_path, a_spec(tmp_path, steps=2), make_engine=only_gen_0(make)) as run:
+        with structlog.testing.capture_logs() as lines, pytest.raises(SamplerDisagrees, match=f"gen-0 .*: {said}"):
             await run.finish()
-            status = run.observer.build_status()
-    assert {line["replica"] for line in lines if line["event"] == "canary_poisoned"} == {"gen-0"}
-    assert status.counters["canariesDisagreed"] == 0
+        assert run.observer.build_status().counters["canariesDisagreed"] == 2
+        assert run.store.read_rollouts() == []
+    found = [line for line in lines if line["event"] == "sampler_disagreed"]
+    assert [(line["replica"], line["repeated"]) for line in found] == [("gen-0", False), ("gen-0", True)]
+
+
+async def test_a_replica_that_answers_one_canary_with_an_unknown_token_gets_its_weights_again(tmp_path: Path) -> None:
+    """The trainer refused to score the token, which ended the run."""
+
+    def make(name: str) -> TableEngine:
+        engine = Foreign(name, 7, SHAPE)
+        engine.canaries = 1
+        return engine
+
+    async with Run(tmp_path, a_spec(tmp_path, steps=2), make_engine=only_gen_0(make)) as run:
+        await run.finish()
+        counters = run.observer.build_status().counters
+    assert (counters["canariesDisagreed"], counters["canariesSkipped"], counters["poisoned"]) == (1, 0, 0)
 
 
 async def test_without_a_canary_no_replica_is_checked_and_nothing_is_reported(tmp_path: Path) -> None:

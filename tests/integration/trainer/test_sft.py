@@ -82,7 +82,7 @@ def test_completion_ends_with_the_end_token_and_what_a_tool_wrote_is_read_alone(
     text = "<tool>1+1</tool><output>2</output>two"
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "1 + 1?", "completion": text}) + "\n")
     (row,) = sft.TrainingExamples(spec, Decimal(0)).build_batch(1).rollouts[:1]
-    row.check(1000, VOCAB)
+    row.check(1000, VOCAB, (0, 0, 0))
     tokens = row.rollout.token_ids_T
     learnt = tokens[row.rollout.sampled_N]
     tokenizer = load_tokenizer(policy)

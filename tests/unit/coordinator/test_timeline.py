@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specrl.coordinator.observe.timeline import BARS_KEPT, CELLS, FIRST_CELL_S, LANES_KEPT, STEPS_SEEN, Timeline
+from specrl.coordinator.observe.timeline import (
+    BARS_KEPT,
+    CELLS,
+    FIRST_CELL_S,
+    LANES_KEPT,
+    MAX_FILE_BYTES,
+    STEPS_SEEN,
+    Timeline,
+)
 from specrl.telemetry.spans import COORDINATOR, TRAINER, VERIFIERS, Recorder, Span, SpanContext, SpanName
 
 BEGAN_S = 1_000_000.0
@@ -57,7 +65,10 @@ def test_a_resumed_run_shows_the_steps_from_before_it(tmp_path: Path) -> None:
     assert [step.step for step in Timeline(file).build_report(100, 2, 4).steps][:2] == [STEPS_SEEN + 2, STEPS_SEEN + 3]
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"step": 1}', b'{"step": 1, "began', b"\xff"])
+TOO_LARGE = pytest.param(bytes(MAX_FILE_BYTES + 1), id="too large")
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"step": 1}', b'{"step": 1, "began', b"\xff", TOO_LARGE])
 def test_a_damaged_timeline_counts_as_none(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "timeline.jsonl"
     file.write_bytes(content)

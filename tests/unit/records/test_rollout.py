@@ -125,8 +125,9 @@ def test_tokens_that_the_policy_does_not_have_are_refused() -> None:
     a_rollout().check_policy(2, 8, (0, 0, 0))
     with pytest.raises(RecordInvalid, match="token ids must be < 7, got 7"):
         a_rollout().check_policy(2, 7, (0, 0, 0))
-    with pytest.raises(RecordInvalid, match="the prompt's token ids must be >= 0 and < 8"):
-        TrainRollout((8,), a_rollout(), 0.0).check(4, 8)
+    for prompt, wrong in (((8, 1), 8), ((1, -1), -1)):
+        with pytest.raises(RecordInvalid, match=f"the prompt's token ids must be >= 0 and < 8, got {wrong}; tokenize"):
+            TrainRollout(prompt, a_rollout(), 0.0).check(5, 8, (0, 0, 0))
 
 
 def test_replay_needs_the_experts_of_every_token_but_the_last() -> None:
@@ -144,7 +145,7 @@ def test_sampling_sets_of_any_size_pass_and_tool_outputs_have_none() -> None:
     a_rollout(sets=sets([5], [0, 6, 9], range(100_000))).check(max_tokens=3)
     whole = with_outputs((2, 4), (5, 6), sets=sets([5], [6, 7], [9], [1, 11]))
     whole.check(max_tokens=7)
-    TrainRollout((1,), whole, 0.0).check(max_length=8, vocab_size=12)
+    TrainRollout((1,), whole, 0.0).check(max_length=8, vocab_size=12, experts=(0, 0, 0))
 
 
 def misshaped(sizes: Sequence[int], ids: Sequence[int]) -> SamplingSets:
@@ -173,9 +174,9 @@ def test_invalid_sampling_sets_are_refused(given: SamplingSets, said: str) -> No
 
 def test_sampling_sets_of_another_vocabulary_are_refused() -> None:
     item = TrainRollout((1,), a_rollout(sets=sets([5], [6], [7, 8])), 0.0)
-    item.check(max_length=4, vocab_size=9)
+    item.check(max_length=4, vocab_size=9, experts=(0, 0, 0))
     with pytest.raises(RecordInvalid, match="ids of sampling sets must be < 8"):
-        item.check(max_length=4, vocab_size=8)
+        item.check(max_length=4, vocab_size=8, experts=(0, 0, 0))
 
 
 def test_a_truncated_rollout_without_sampling_sets_is_refused() -> None:

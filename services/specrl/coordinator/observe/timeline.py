@@ -15,6 +15,7 @@ written anew without the older ones. The numbers of all steps are in curves.py.
 
 from __future__ import annotations
 
+import errno
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -332,10 +333,13 @@ class Timeline:
 
 
 def _read_steps(file: Path) -> list[StoredStep]:
-    """Read a timeline's file, without damaged lines; none if it is missing. Raises OSError if it cannot be read."""
+    """Read a timeline's file, without damaged lines; none if it is missing or too large.
+
+    Raises OSError if it cannot be read.
+    """
     found: list[StoredStep] = []
 
-    def note_damage(error: ValueError) -> None:
+    def note_damage(error: OSError | ValueError) -> None:
         metrics.FILES_SKIPPED.labels("timeline").inc()
         log.warning("timeline_not_read", path=str(file), reason=str(error))
 
@@ -343,7 +347,10 @@ def _read_steps(file: Path) -> list[StoredStep]:
         lines = read_text(file, MAX_FILE_BYTES).splitlines()
     except FileNotFoundError:
         return found
-    except ValueError as error:  # not UTF-8
+    except (OSError, ValueError) as error:
+        # ValueError: not UTF-8. EFBIG: larger than any timeline, and it stays so until it is replaced.
+        if isinstance(error, OSError) and error.errno != errno.EFBIG:
+            raise
         note_damage(error)
         return found
     for line in lines:

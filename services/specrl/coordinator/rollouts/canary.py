@@ -6,6 +6,9 @@ Each replica samples a few short rollouts, and the trainer scores the same token
                                                          -> beyond it: the weights are sent again, second canary
                                                          -> beyond it again: SamplerDisagrees ends the run
 
+A rollout with tokens or experts that the policy does not have comes from another model. The trainer cannot score it, so
+its replica disagrees without a comparison.
+
 Checksums are not enough: they show that the weights arrived, not what the engine computes with them. Nor is the
 mismatch that the trainer measures in each step. It covers only tokens of the trainer's own version, and with
 maxPolicyLag >= 1 a batch usually has none. The loop runs the canary right after a transfer, while the trainer still has
@@ -17,7 +20,7 @@ and the held rollouts are sampled again.
 
 Waits: `canary.timeoutS` for a replica's rollouts, which may queue behind running ones, or until the replica is lost.
 `weights.timeoutS` for the scores, or until the trainer is lost. A replica that is late or lost counts as skipped or
-lost, not as disagreeing.
+lost, not as disagreeing. A replica whose rollouts are all malformed, such as with NaN, is skipped, too.
 """
 
 from __future__ import annotations
@@ -105,11 +108,16 @@ class CanaryRunner:
             await self._registry.fetch_statuses()
             self._tally.exclude_counters(self._registry.sum_speculation_counters().minus(before))
 
-            # One call scores the rollouts of all replicas.
-            scores = await self._score_rollouts(trainer, [item for sample in samples for item in sample])
+            # One call scores the rollouts of all replicas. The trainer refuses it if one does not fit the policy.
+            misfits = [self._find_misfit(sample) for sample in samples]
+            scored = [[] if misfit else sample for sample, misfit in zip(samples, misfits, strict=True)]
+            scores = await self._score_rollouts(trainer, [item for sample in scored for item in sample])
             disagreeing = []
-            for replica, sample in zip(replicas, samples, strict=True):
-                if sample:
+            for replica, sample, misfit in zip(replicas, scored, misfits, strict=True):
+                if misfit:
+                    self._note_misfit(replica, misfit, policy_version, is_repeated)
+                    disagreeing.append(replica)
+                elif sample:
                     comparison = compare_logprobs(policy_version, sample, [scores.pop(0) for _ in sample])
                     if not self._judge_replica(replica, comparison, policy_version, is_repeated):
                         disagreeing.append(replica)
@@ -156,8 +164,37 @@ class CanaryRunner:
             )
         return False
 
+    def _find_misfit(self, sample: Sequence[TrainRollout]) -> str:
+        """Return why a replica's canary rollouts do not fit the policy; empty if all of them do."""
+        try:
+            for item in sample:
+                self._context.check_policy(item.rollout, len(item.prompt_token_ids))
+        except RecordInvalid as error:
+            return str(error)
+        return ""
+
+    def _note_misfit(self, replica: Replica, reason: str, policy_version: int, is_repeated: bool) -> None:
+        """Note that a replica's rollouts come from another model.
+
+        Raises SamplerDisagrees if the weights have been sent twice already.
+        """
+        replica.canary_skips = 0
+        self._events.publish(CanaryEnded(CanaryOutcome.DISAGREED))
+        log.error(
+            "sampler_disagreed",
+            replica=replica.replica_id,
+            policy_version=policy_version,
+            reason=reason,
+            repeated=is_repeated,
+        )
+        if is_repeated:
+            raise SamplerDisagrees(
+                f"{replica.replica_id} sampled from another model in its canary of policy version {policy_version}, "
+                f"although the weights arrived twice: {reason}"
+            )
+
     async def _sample_replica(self, replica: Replica, policy_version: int, is_repeated: bool) -> list[TrainRollout]:
-        """Sample one replica's canary rollouts. Returns those that can be compared; none if it is lost or late."""
+        """Sample one replica's canary rollouts. Returns those that are well-formed; none if it is lost or late."""
         requests = self._make_requests(replica, policy_version, is_repeated)
         try:
             async with asyncio.timeout(self._spec.canary.timeout_s), abort_when_gone(replica):
@@ -182,13 +219,12 @@ class CanaryRunner:
     ) -> dict[str, Rollout]:
         """Receive the canary rollouts that are well-formed, by rollout id."""
         found = {}
-        prompt_tokens = {request.rollout_id: len(request.prompt_token_ids) for request in requests}
         # Admitting them together stops the engine for a moment. Only a run that must repeat bit by bit needs it.
         is_synchronous = self._spec.schedule.max_policy_lag == 0
         async with aclosing(replica.client.generate_rollouts(requests, is_synchronous, policy_version)) as stream:
             async for rollout in stream:
                 try:
-                    self._context.check_rollout(rollout, prompt_tokens[rollout.rollout_id], self._max_tokens)
+                    rollout.check(self._max_tokens)
                     if self._spec.generation.sampling.is_truncated:
                         rollout.check_recorded_sets()
                 except RecordInvalid as error:

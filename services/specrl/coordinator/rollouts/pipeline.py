@@ -103,7 +103,8 @@ class RolloutPipeline:
     async def restore_rollouts(self) -> None:
         """Restore stored rollouts of untrained steps into the scheduler.
 
-        Rollouts on which the verifier failed are graded again, since the verifier may have been repaired.
+        Rollouts on which the verifier failed are graded again, since the verifier may have been repaired. Slots of
+        those that the trainer would refuse are sampled again.
         """
         shape = self._scheduler.shape
         step = self._scheduler.trained + 1
@@ -116,8 +117,11 @@ class RolloutPipeline:
                 continue
             item = wire.graded_from_bytes(row.data)
             slot = SlotId(row.step, row.index, row.sample, row.attempt)
-            # The next step's batch may be stored already. Its rewards must not change, so it is not graded again.
+            # The next step's batch may be stored already. Its rollouts and rewards must not change: they are neither
+            # sampled nor graded again.
             is_fixed = is_next_fixed and slot.step == step
+            if not is_fixed and not self._is_well_formed(slot, item.rollout):
+                continue
             if find_reward_fault(item.reward) and not is_fixed:
                 to_regrade.append((slot, item.rollout))
             else:
@@ -125,6 +129,15 @@ class RolloutPipeline:
         regraded = await asyncio.gather(*(self._grade_again(slot, rollout) for slot, rollout in to_regrade))
         graded += [found for found in regraded if found is not None]
         self.counters["restored"] += rebuild_schedule(self._scheduler, graded, failed)
+
+    def _is_well_formed(self, slot: SlotId, stored: Rollout) -> bool:
+        """Whether a stored rollout may be trained on. Earlier versions did not compare it with the policy."""
+        try:
+            self._check_rollout(slot, stored)
+        except RecordInvalid as error:
+            log.warning("stored_rollout_refused", slot=str(slot), replica=stored.replica_id, reason=str(error))
+            return False
+        return True
 
     async def _grade_again(self, slot: SlotId, rollout: Rollout) -> FinishedSlot[GradedRollout] | None:
         """Grade a stored rollout again. Returns None if the verifier still fails: then the slot is sampled again."""
@@ -370,18 +383,22 @@ class RolloutPipeline:
             return
         rollout = ended.rollout
         try:
-            prompt_tokens = len(self._prompt_of(slot).token_ids)
-            max_tokens = self._spec.generation.sampling.max_tokens
-            self._context.check_rollout(rollout, prompt_tokens, max_tokens, versions)
-            if self._spec.trainer.routing is Routing.REPLAY:
-                rollout.check_replayed_experts(prompt_tokens)
-            if self._spec.generation.sampling.is_truncated:
-                rollout.check_recorded_sets()
+            self._check_rollout(slot, rollout, versions)
         except RecordInvalid as error:
             log.error("rollout_poisoned", slot=str(slot), replica=rollout.replica_id, reason=str(error))
             self._refuse_slot(slot, "poisoned", str(error))
             return
         self._spawn_task(self._grade_rollout(slot, rollout), f"grade-{slot}")
+
+    def _check_rollout(self, slot: SlotId, rollout: Rollout, versions: range | None = None) -> None:
+        """Raise RecordInvalid unless a slot's rollout may be trained on. versions: as in `Rollout.check`."""
+        prompt_tokens = len(self._prompt_of(slot).token_ids)
+        max_tokens = self._spec.generation.sampling.max_tokens
+        self._context.check_rollout(rollout, prompt_tokens, max_tokens, versions)
+        if self._spec.trainer.routing is Routing.REPLAY:
+            rollout.check_replayed_experts(prompt_tokens)
+        if self._spec.generation.sampling.is_truncated:
+            rollout.check_recorded_sets()
 
     async def _grade_rollout(self, slot: SlotId, rollout: Rollout) -> None:
         with self._spans.open_reward_span(slot) as span:

@@ -3,7 +3,7 @@
 They bypass the scheduler and are spread over the serving replicas. No step trains them.
 
 In validations and in the initialisation of a drafter, a malformed rollout is sampled again with another seed, and given
-up after MAX_ATTEMPTS, as in a training step. A canary leaves it out.
+up after MAX_ATTEMPTS, as in a training step. A canary leaves it out, or its replica disagrees (see canary.py).
 """
 
 from __future__ import annotations
