@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.paper_runs import read_whole_lines
 from rich.console import Console
 from rich.table import Table
 
@@ -94,17 +95,13 @@ class AnswerFile:
 
     def __init__(self, path: Path, identity: str) -> None:
         self._path = path
-        self.answers: dict[int, dict[str, Any]] = {}
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"identity": identity}) + "\n", encoding="utf-8")
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = read_whole_lines(path)  # an answer whose line was cut off is sampled again
         if not lines or json.loads(lines[0]).get("identity") != identity:
             sys.exit(f"{path} must have answers of this policy, data and settings, got others; use another --work")
-        whole = [line for line in lines[1:] if line.endswith("\n")]
-        self.answers = {row["place"]: row for row in map(json.loads, whole)}
-        if len(whole) < len(lines) - 1:  # a kill in the middle of a line; its answer is sampled again
-            path.write_text("".join([lines[0], *whole]), encoding="utf-8")
+        self.answers: dict[int, dict[str, Any]] = {row["place"]: row for row in map(json.loads, lines[1:])}
 
     def add_answer(self, place: int, prompt: Sequence[int], rollout: Rollout) -> None:
         """Append one answer."""

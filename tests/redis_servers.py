@@ -19,6 +19,7 @@ from tests.e2e.binaries import find
 from tests.requirements import REDIS
 
 from specrl.errors import StoreFailed
+from specrl.launcher.processes.ports import find_free_port
 from specrl.spec.store import RedisStore
 
 needs_redis = pytest.mark.needs(REDIS)
@@ -32,7 +33,7 @@ class RedisProcess:
         """options: settings of the server, with `_` instead of `-`. They override DURABLE."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self.port = port or free_port()
+        self.port = port or find_free_port()
         self._options = DURABLE | {name.replace("_", "-"): value for name, value in options.items()}
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -114,7 +115,7 @@ class SentinelProcess:
 
     def __init__(self, folder: Path, primary: RedisProcess, quorum: int, password: str = "") -> None:
         folder.mkdir(parents=True)
-        self.port = free_port()
+        self.port = find_free_port()
         lines = [
             f"port {self.port}",
             "bind 127.0.0.1",
@@ -182,9 +183,3 @@ def retry_until_success(work: Callable[[], object], timeout_s: float = 120.0) ->
 def redis_settings(*servers: RedisProcess, **fields: Any) -> RedisStore:
     """Return the run file's settings for these servers, with a timeout of one second."""
     return RedisStore(**({"addresses": tuple(server.address for server in servers), "timeout_s": 1} | fields))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

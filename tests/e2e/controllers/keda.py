@@ -18,7 +18,8 @@ from tests.e2e.controllers.installed import Installed, is_ready
 from tests.e2e.harness.api import Object, find_condition, wait_until
 from tests.e2e.harness.control_plane import ControlPlane
 from tests.e2e.harness.external_metrics import JsonHandler
-from tests.e2e.harness.programs import free_port
+
+from specrl.launcher.processes.ports import find_free_port
 
 NAMESPACE = "keda"
 OPERATOR = "keda-operator"
@@ -44,7 +45,7 @@ class Keda:
         certificates.mkdir(exist_ok=True)
         for file, content in secret.items():
             (certificates / file).write_bytes(content)
-        asked, health, served = free_port(), free_port(), free_port()
+        asked, health, served = find_free_port(), find_free_port(), find_free_port()
         self._it.start(
             "operator",
             f"--cert-dir={certificates}",
@@ -59,7 +60,7 @@ class Keda:
             "adapter",
             f"--bind-address={self._it.address}",
             f"--secure-port={served}",
-            f"--port={free_port()}",
+            f"--port={find_free_port()}",
             f"--cert-dir={certificates}",
             f"--tls-cert-file={certificates / 'tls.crt'}",
             f"--tls-private-key-file={certificates / 'tls.key'}",

@@ -7,7 +7,8 @@ from tests.e2e.controllers.build import KUEUE, KUEUE_CRDS
 from tests.e2e.controllers.installed import Installed, is_ready
 from tests.e2e.harness.api import Object, wait_until
 from tests.e2e.harness.control_plane import ControlPlane
-from tests.e2e.harness.programs import free_port
+
+from specrl.launcher.processes.ports import find_free_port
 
 NAMESPACE = "kueue-system"
 SERVICE = "kueue-webhook-service"
@@ -52,8 +53,8 @@ class Kueue:
             for each in webhooks["webhooks"]:
                 each["clientConfig"]["service"] |= {"name": SERVICE, "namespace": NAMESPACE}
             self._admin.apply(webhooks)
-        port = free_port()
-        health = free_port()
+        port = find_free_port()
+        health = find_free_port()
         self._it.serve(SERVICE, port)
         program = self._it.start("kueue", "--config", self._write_configuration(port, health), "--zap-log-level=3")
         self._it.mount_secret(SECRET, self._it.folder / "certificates")

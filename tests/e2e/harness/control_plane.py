@@ -18,7 +18,9 @@ from tests.certificates import Authority
 from tests.e2e.harness.api import Api, Refused
 from tests.e2e.harness.assets import CONTROL_PLANE, Assets
 from tests.e2e.harness.network import NoNetwork, PodNetwork
-from tests.e2e.harness.programs import Program, free_port
+from tests.e2e.harness.programs import Program
+
+from specrl.launcher.processes.ports import find_free_port
 
 ISSUER = "https://kubernetes.default.svc.cluster.local"
 SERVICES = "10.0.0.0/16"
@@ -44,7 +46,7 @@ class ControlPlane:
         self.folder = folder
         self._assets = assets
         self.network: PodNetwork | None = None
-        self.port = port or free_port()
+        self.port = port or find_free_port()
         self._flags = flags
         self._groups = {"admin": "system:masters"} | (users or {})
         self.tokens = {user: secrets.token_hex(16) for user in self._groups}
@@ -96,8 +98,8 @@ class ControlPlane:
         Authority(self.folder / "front-proxy").sign(AGGREGATOR, [f"DNS:{AGGREGATOR}"])
 
     def _start_etcd(self) -> None:
-        client = free_port()
-        peer = free_port()
+        client = find_free_port()
+        peer = find_free_port()
         self._etcd = f"http://127.0.0.1:{client}"
         program = self._program(
             "etcd",
@@ -150,7 +152,7 @@ class ControlPlane:
             authentication_kubeconfig=self.kubeconfig,
             authorization_kubeconfig=self.kubeconfig,
             bind_address="127.0.0.1",
-            secure_port=free_port(),
+            secure_port=find_free_port(),
             leader_elect="false",
             service_account_private_key_file=self.folder / "service-accounts.key",
             root_ca_file=self.folder / "apiserver" / "apiserver.crt",
@@ -158,7 +160,7 @@ class ControlPlane:
             kube_api_burst=2 * QPS,
             profiling="false",
         ).wait_until(self._makes_accounts, "default service account")
-        port = free_port()
+        port = find_free_port()
         self._program(
             "kube-scheduler",
             kubeconfig=self.kubeconfig,

@@ -15,7 +15,9 @@ import httpx2
 import yaml
 from tests.e2e.harness.api import Api, Object, find_condition, wait_until
 from tests.e2e.harness.assets import Assets
-from tests.e2e.harness.programs import Program, free_port
+from tests.e2e.harness.programs import Program
+
+from specrl.launcher.processes.ports import find_free_port
 
 CRDS = {"jobset": ("jobset-crd.yaml",), "lws": ("lws-crd.yaml", "lws-disaggregated-crd.yaml")}
 POD_LABELS = {"jobset": "jobset.sigs.k8s.io/jobset-name", "lws": "leaderworkerset.sigs.k8s.io/name"}
@@ -36,8 +38,8 @@ class Workloads:
     def install(self) -> None:
         """Install CRDs, controller and webhooks. Returns when they answer."""
         self.install_crds()
-        port = free_port()
-        health = free_port()
+        port = find_free_port()
+        health = find_free_port()
         certificate = _certificate(self._folder)
         self._program = Program(
             self.name,

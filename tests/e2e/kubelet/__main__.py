@@ -17,9 +17,10 @@ import uvicorn
 from fastapi import FastAPI, Response
 from fastapi.responses import PlainTextResponse
 from tests.e2e.harness.network import PodNetwork
-from tests.e2e.harness.programs import free_port
 from tests.e2e.kubelet.client import Client
 from tests.e2e.kubelet.kubelet import ImageMap, Kubelet, until_ready
+
+from specrl.launcher.processes.ports import find_free_port
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ async def _run(arguments: argparse.Namespace) -> None:
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    port = free_port()
+    port = find_free_port()
     network = PodNetwork(arguments.network)
     images = ImageMap(arguments.entrypoints, tuple(arguments.keep))
     kubelet = Kubelet(Client(arguments.kubeconfig), folder, network, images, port)

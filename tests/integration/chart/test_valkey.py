@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from tests.e2e.binaries import find
 from tests.integration.chart.rendering import ROOT, pods, render
-from tests.redis_servers import a_client, free_port, needs_redis
+from tests.redis_servers import a_client, needs_redis
 
 from specrl.coordinator.ledger.redis_server import RedisServer
+from specrl.launcher.processes.ports import find_free_port
 from specrl.spec.store import Durability, RedisStore, Secret
 
 
@@ -24,7 +25,7 @@ def test_documented_users_and_the_charts_arguments_make_a_store(
 ) -> None:
     objects = render("--set", "valkey.enabled=true,valkey.existingSecret=store-users")
     (container,) = pods(objects)["StatefulSet/specrl-valkey"]["containers"]
-    port = free_port()
+    port = find_free_port()
     users = tmp_path / "users.acl"
     users.write_text(acl_of_the_documents("sesame"))
     here = {"/data": str(tmp_path), "/etc/valkey/users.acl": str(users), "6379": str(port)}

@@ -7,7 +7,6 @@ without any clean-up and starts another one on the same store.
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,6 +29,7 @@ from specrl.coordinator.members.service import CoordinatorService
 from specrl.coordinator.run_spans import RunSpans
 from specrl.coordinator.wiring import wire_coordinator
 from specrl.generation.service import GenerationService
+from specrl.launcher.processes.ports import find_free_port
 from specrl.models.policy_config import PolicyConfig, parse_policy_config
 from specrl.records import Batch, Peer, Prompt, Reward, Role, wire
 from specrl.rpc.clients import CoordinatorClient
@@ -184,7 +184,7 @@ class Run:
     """Replicas that are there from the start."""
 
     async def __aenter__(self) -> Run:
-        self.port = _free_port()
+        self.port = find_free_port()
         self.client = CoordinatorClient(f"127.0.0.1:{self.port}")
         await self.start_coordinator()
         for name in self.started:
@@ -308,9 +308,3 @@ class Run:
 def same_batch(first: Batch, second: Batch) -> bool:
     """Whether two batches are equal bit by bit."""
     return wire.batch_to_bytes(first) == wire.batch_to_bytes(second)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

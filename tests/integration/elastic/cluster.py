@@ -18,10 +18,10 @@ from typing import Any
 
 import httpx2
 from tests.fork_server import Forked, ForkServer, start_coordinator
-from tests.redis_servers import free_port
 from tests.run_files import a_model_folder, a_run
 
 from specrl.launcher import run_directory
+from specrl.launcher.processes.ports import find_free_port
 from specrl.rpc import run_token
 from specrl.rpc.run_token import RunToken
 from specrl.spec import RunSpec, parse_spec
@@ -52,8 +52,8 @@ class Cluster:
         spec: RunSpec = parse_spec(a_run(self.folder, **{"telemetry": {"heartbeatS": 1}} | self.changes))
         self.spec = spec
         self.directory = run_directory.create_run(self.folder / "runs", spec)
-        self.port = free_port()
-        self.http_port = free_port()
+        self.port = find_free_port()
+        self.http_port = find_free_port()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.redis_servers import free_port
 from tests.run_files import a_model_folder, a_run
 from typer.testing import CliRunner
 
@@ -26,6 +25,7 @@ from specrl.launcher import run_directory
 from specrl.launcher.coordinator_client import CoordinatorReports
 from specrl.launcher.local_run import LocalRun
 from specrl.launcher.processes import programs
+from specrl.launcher.processes.ports import find_free_port
 from specrl.launcher.processes.replicas import ReplicaScaler
 from specrl.launcher.processes.supervisor import RunEnd
 from specrl.launcher.run_directory import RunDirectory
@@ -87,8 +87,8 @@ def test_a_run_is_scaled_down_and_up_and_a_retired_replica_is_not_restarted(tmp_
     generation = {"replicas": 2, "sampling": {"maxTokens": 16}}
     spec = parse_spec(a_run(tmp_path, telemetry={"heartbeatS": 1}, schedule=schedule, generation=generation))
     directory = run_directory.create_run(tmp_path / "runs", spec)
-    grpc_port = free_port()
-    http_port = free_port()
+    grpc_port = find_free_port()
+    http_port = find_free_port()
     view = RecordingView()
     run = str(directory.path)
 

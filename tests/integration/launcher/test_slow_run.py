@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.integration.launcher.test_scale import ScriptThread, interrupts_hit_the_run_alone
-from tests.redis_servers import free_port
 from tests.run_files import a_model_folder, a_run
 
 from specrl.formats.reports import StatusReport
@@ -21,6 +20,7 @@ from specrl.launcher import run_directory
 from specrl.launcher.coordinator_client import CoordinatorReports
 from specrl.launcher.local_run import LocalRun
 from specrl.launcher.processes import programs
+from specrl.launcher.processes.ports import find_free_port
 from specrl.launcher.processes.supervisor import RunEnd
 from specrl.launcher.terminal.view import QUIET_S, PlainView
 from specrl.spec import parse_spec
@@ -69,7 +69,7 @@ def test_a_slow_run_is_never_silent_and_saves_the_step_in_training_when_it_is_st
         a_run(tmp_path, telemetry={"heartbeatS": 1}, schedule={"steps": 9, "promptsPerStep": 2, "groupSize": 2})
     )
     directory = run_directory.create_run(tmp_path / "runs", spec)
-    ports = free_port(), free_port()
+    ports = find_free_port(), find_free_port()
     view = TimedView()
     with directory.lock(), CoordinatorReports(f"127.0.0.1:{ports[1]}") as reports:
         script = ScriptThread(lambda: wait_for_training(ports[1]))  # then it interrupts the run

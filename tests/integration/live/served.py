@@ -10,9 +10,9 @@ from typing import Any, Self
 
 import httpx2
 from starlette.types import ASGIApp
-from tests.redis_servers import free_port
 
 from specrl.coordinator.requests.web_server import make_server
+from specrl.launcher.processes.ports import find_free_port
 
 PATIENCE_S = 240.0  # generous, because the machine may be busy
 
@@ -21,7 +21,7 @@ class Served:
     """Use as a context; `begin` and `end` run in the loop, whose coroutines `do` waits for."""
 
     def __init__(self) -> None:
-        self._port = free_port()
+        self._port = find_free_port()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="served")
         self.url = f"http://127.0.0.1:{self._port}"

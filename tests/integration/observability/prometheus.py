@@ -11,8 +11,9 @@ from typing import Any
 import httpx2
 import yaml
 from tests.e2e.binaries import find
-from tests.redis_servers import free_port
 from tests.requirements import PROMETHEUS
+
+from specrl.launcher.processes.ports import find_free_port
 
 PATIENCE_S = 180.0  # generous, because the machine may be busy
 
@@ -25,7 +26,7 @@ class Prometheus:
         folder.mkdir()
         file = folder / "prometheus.yaml"
         file.write_text(yaml.safe_dump(config))
-        port = free_port()
+        port = find_free_port()
         self._http = httpx2.Client(
             base_url=f"http://127.0.0.1:{port}",
             verify=False,  # no TLS here

@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 import redis
-from tests.redis_servers import free_port, needs_redis
+from tests.redis_servers import needs_redis
 from tests.unit.operator.builders import ClusterFacts, a_job, plan_job
 
+from specrl.launcher.processes.ports import find_free_port
 from specrl_operator.children.pods import STORE_PASSWORD, build_store_pod
 
 START_S = 30.0
@@ -20,7 +21,7 @@ START_S = 30.0
 def test_the_store_asks_for_the_password_which_is_not_in_its_command_line(tmp_path: Path) -> None:
     """M16: everybody on the node could read it there."""
     (container,) = build_store_pod(plan_job(a_job(), ClusterFacts()))["spec"]["containers"]
-    port = free_port()
+    port = find_free_port()
     arguments = [str(tmp_path) if word == "/data" else word for word in container["args"]]
     command = [*container["command"], *arguments, "--port", str(port), "--bind", "127.0.0.1"]
     with (tmp_path / "log").open("wb") as log:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from tests.redis_servers import RedisProcess, free_port, needs_redis
+from tests.redis_servers import RedisProcess, needs_redis
 from tests.run_files import a_model_folder, a_run
 
 from specrl.launcher import run_directory
+from specrl.launcher.processes.ports import find_free_port
 from specrl.launcher.run_directory import RunDirectory
 from specrl.spec import parse_spec
 
@@ -26,7 +27,7 @@ PATIENCE_S = 120.0  # generous, because the machine may be busy
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisProcess]:
-    started = RedisProcess(tmp_path / "redis", free_port(), requirepass="secret")
+    started = RedisProcess(tmp_path / "redis", find_free_port(), requirepass="secret")
     yield started
     started.kill()
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.redis_servers import RedisProcess, SentinelProcess, free_port, needs_redis, retry_until_success
+from tests.redis_servers import RedisProcess, SentinelProcess, needs_redis, retry_until_success
 
 from specrl.coordinator.ledger import Claim
 from specrl.coordinator.ledger.redis_store import RedisStore
 from specrl.errors import StoreFailed, StoreInvalid
+from specrl.launcher.processes.ports import find_free_port
 from specrl.spec.store import RedisStore as Settings
 from specrl.spec.store import Secret, Sentinel
 
@@ -73,7 +74,7 @@ def test_an_unreachable_sentinel_is_skipped_and_a_password_is_sent(watch: Watch,
     (sentinel,) = watch(1, password="watchword")
     file = tmp_path / "password"
     file.write_text("watchword\n")
-    away = f"127.0.0.1:{free_port()}"
+    away = f"127.0.0.1:{find_free_port()}"
     store = a_store(away, sentinel.address, password=Secret(file=str(file)))
     store.set_fact("a", 1)
     assert store.read_facts().get("a") == 1
@@ -86,7 +87,7 @@ def test_an_unreachable_sentinel_is_skipped_and_a_password_is_sent(watch: Watch,
 
 def test_sentinels_without_an_answer_are_retried(watch: Watch) -> None:
     (sentinel,) = watch(1)
-    away = f"127.0.0.1:{free_port()}"
+    away = f"127.0.0.1:{find_free_port()}"
     with pytest.raises(
         StoreFailed, match=rf"no Sentinel of store.redis names a primary: {away}: .*; .* knows no other"
     ):

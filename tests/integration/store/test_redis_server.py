@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.certificates import Authority
-from tests.redis_servers import RedisProcess, free_port, needs_redis, redis_settings, retry_until_success
+from tests.redis_servers import RedisProcess, needs_redis, redis_settings, retry_until_success
 from tests.requirements import REDIS_TLS
 from tests.store_crashes import WRITES, a_rollout, read_contents
 
@@ -17,6 +17,7 @@ from specrl.coordinator.ledger import Claim
 from specrl.coordinator.ledger.redis_server import RedisServer
 from specrl.coordinator.ledger.redis_store import _WRITE, REPLY_BYTES, RedisStore
 from specrl.errors import StoreFailed, StoreInvalid
+from specrl.launcher.processes.ports import find_free_port
 from specrl.spec.store import Durability, Secret, Tls
 
 pytestmark = needs_redis
@@ -135,7 +136,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.needs(REDIS_TLS)
 def test_tls_accepts_only_the_configured_authority(start: Start, certificates: Path) -> None:
-    port = free_port()
+    port = find_free_port()
     files = {"tls_cert_file": "server.pem", "tls_key_file": "server.key", "tls_ca_cert_file": "ca.pem"}
     server = start(
         tls_port=str(port), tls_auth_clients="no", **{name: str(certificates / file) for name, file in files.items()}
@@ -276,7 +277,7 @@ def test_all_keys_are_under_the_prefix(start: Start) -> None:
 
 def test_an_unreachable_server_is_retried() -> None:
     with pytest.raises(StoreFailed, match=r"no address of store.redis is a usable primary: 127.0.0.1:\d+"):
-        RedisServer(redis_settings(addresses=(f"127.0.0.1:{free_port()}",))).check_connection()
+        RedisServer(redis_settings(addresses=(f"127.0.0.1:{find_free_port()}",))).check_connection()
 
 
 def test_a_write_that_arrives_after_newer_ones_is_refused(start: Start) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.fork_server import ROOT, ForkServer
 from tests.integration.trainer.worker_group import ALONE, sizes
 from tests.tiny_models import Shape, make_policy
 
+from specrl.launcher.processes.ports import find_free_port
 from specrl.spec.trainer import Parallelism
 from specrl.trainer.checkpointing import checkpoints
 
@@ -30,13 +30,6 @@ DEEP = {"pipeline=2,virtualStages=2", "tensor=2,context=2"}
 # In these `make test` also resumes after too many skipped steps: with zero, one and two parallel dimensions. Deep tests
 # do it in all layouts.
 LONG = {ALONE, "data=2", "tensor=2,pipeline=2"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -65,7 +58,7 @@ class Launch:
         workers broadcast weights, in order."""
         self.out = out
         self.sends = sends
-        port = free_port()
+        port = find_free_port()
         count = Parallelism.model_validate(sizes(layout)).world_size
         out.mkdir(parents=True)
         self.processes = [

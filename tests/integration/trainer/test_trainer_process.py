@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.fork_server import Forked, ForkServer
-from tests.integration.trainer.conftest import VOCAB, free_port, rank_environment, rank_variables
+from tests.integration.trainer.conftest import VOCAB, rank_environment, rank_variables
 from tests.integration.trainer.runs import a_batch, a_spec
 
 from specrl.api.v1 import coordinator_pb2, coordinator_pb2_grpc
 from specrl.errors import CheckpointInvalid, SpecInvalid
+from specrl.launcher.processes.ports import find_free_port
 from specrl.rpc.clients import TrainerClient
 from specrl.rpc.server import start_server
 from specrl.spec import dump_spec
@@ -39,7 +40,7 @@ class Trainer:
         """ranks: the server that forks them; None starts the program itself, which takes longer. coordinator: its
         address; None: an unused one, where registration keeps retrying. more: arguments."""
         self.logs = [folder / f"{name}-{rank}.log" for rank in range(RANKS)]
-        port = free_port()
+        port = find_free_port()
         arguments = [
             *("--spec", str(folder / "run.yaml")),
             *("--run-directory", str(folder / "run")),
