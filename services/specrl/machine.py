@@ -1,4 +1,4 @@
-"""What this machine has: memory that a process can use, GPUs, and arithmetic units for bfloat16.
+"""What this machine has: memory that a process can use, GPUs and how they are dealt out, and units for bfloat16.
 
 In a container the memory is at most the container's limit. The launcher reads it before a run, and engine and trainer
 read it before they load a model. They raise MemoryTooSmall with what is too large. This module raises no errors but
@@ -96,6 +96,20 @@ def visible_gpus(outer: Mapping[str, str] = os.environ, devices: Path = Path("/d
         ids = (gpu.strip() for gpu in chosen.split(","))
         return tuple(gpu for gpu in takewhile(lambda gpu: not gpu.startswith("-"), ids) if gpu)
     return tuple(str(number) for number in range(len(list(devices.glob("nvidia[0-9]*")))))
+
+
+def assign_gpus(gpus: Sequence[str], wanted: Sequence[int]) -> list[tuple[str, ...]]:
+    """Assign each program as many GPUs as it wants. Returns one tuple of GPU ids per program.
+
+    No GPU is assigned twice while there are enough; otherwise they are assigned round robin. Without GPUs every program
+    gets none and computes on the CPU.
+    """
+    dealt: list[tuple[str, ...]] = []
+    next_gpu = 0
+    for count in wanted:
+        dealt.append(tuple(gpus[(next_gpu + offset) % len(gpus)] for offset in range(count)) if gpus else ())
+        next_gpu += count
+    return dealt
 
 
 @dataclass(frozen=True)

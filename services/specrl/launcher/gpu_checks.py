@@ -17,8 +17,7 @@ from specrl.errors import MemoryTooSmall, SpecProblem
 from specrl.generation.gpu_memory import MIB, check_kv_cache, estimate_replica_bytes
 from specrl.generation.vllm_backend.preflight import find_expert_problems
 from specrl.launcher.memory import format_gib
-from specrl.launcher.processes.environment import assign_gpus
-from specrl.machine import OLDEST_DRIVER, GpuMachine, is_old_driver
+from specrl.machine import OLDEST_DRIVER, GpuMachine, assign_gpus, is_old_driver
 from specrl.models import RunModels
 from specrl.spec import RunSpec
 from specrl.spec.run import Transport

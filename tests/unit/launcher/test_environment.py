@@ -13,6 +13,7 @@ from specrl.coordinator.members.trainer_link import CHECKPOINT_DEADLINE_S, STEP_
 from specrl.launcher.processes import environment
 from specrl.launcher.processes.programs import build_programs
 from specrl.launcher.run_directory import RunDirectory
+from specrl.machine import assign_gpus
 from specrl.rpc.run_token import write_token
 from specrl.spec import parse_spec
 
@@ -34,7 +35,7 @@ def test_processes_stay_offline_and_report_no_usage() -> None:
 @given(st.integers(0, 9), st.lists(st.integers(1, 4), max_size=6))
 def test_no_gpu_is_assigned_twice_while_there_are_enough(count: int, wanted: list[int]) -> None:
     gpus = [str(number) for number in range(count)]
-    dealt = environment.assign_gpus(gpus, wanted)
+    dealt = assign_gpus(gpus, wanted)
     taken = [gpu for part in dealt for gpu in part]
     if sum(wanted) <= count:
         assert len(set(taken)) == len(taken) == sum(wanted)

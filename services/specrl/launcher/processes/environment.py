@@ -1,4 +1,4 @@
-"""The environment variables of a run's processes, and the GPUs that each may see.
+"""The environment variables of a run's processes.
 
 Models are never downloaded (`HF_HUB_OFFLINE`) and usage is never reported. The run file sets the number of threads. It
 is not the number of cores, because several processes share the machine, and one that takes every core slows down all
@@ -47,20 +47,6 @@ def rank_environment(threads: int, rank: int, world_size: int, master_port: int,
         | {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master_port)}
         | _gpu_variables(gpus)
     )
-
-
-def assign_gpus(gpus: Sequence[str], wanted: Sequence[int]) -> list[tuple[str, ...]]:
-    """Assign each program as many GPUs as it wants. Returns one tuple of GPU ids per program.
-
-    No GPU is assigned twice while there are enough; otherwise they are assigned round robin. Without GPUs every program
-    gets none and computes on the CPU.
-    """
-    dealt: list[tuple[str, ...]] = []
-    next_gpu = 0
-    for count in wanted:
-        dealt.append(tuple(gpus[(next_gpu + offset) % len(gpus)] for offset in range(count)) if gpus else ())
-        next_gpu += count
-    return dealt
 
 
 def _gpu_variables(gpus: Sequence[str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from specrl.launcher.processes import environment
 from specrl.launcher.processes.ports import HOST, find_free_port
 from specrl.launcher.processes.supervisor import Program, Rank
 from specrl.launcher.run_directory import RunDirectory
-from specrl.machine import visible_gpus
+from specrl.machine import assign_gpus, visible_gpus
 from specrl.spec import RunSpec
 
 # Grace period of the coordinator, which saves the run when it is stopped. The trainer finishes its step first, however
@@ -28,7 +28,7 @@ def build_programs(spec: RunSpec, directory: RunDirectory, grpc_port: int, http_
     """
     world_size = spec.trainer.parallelism.world_size
     coordinator = f"{HOST}:{grpc_port}"
-    trainer_gpus = environment.assign_gpus(visible_gpus(), [world_size])[0]
+    trainer_gpus = assign_gpus(visible_gpus(), [world_size])[0]
 
     def coordinator_rank() -> Sequence[Rank]:
         arguments = (
@@ -70,7 +70,7 @@ def build_replica_program(spec: RunSpec, directory: RunDirectory, grpc_port: int
     name = f"gen-{number}"
     each = spec.generation.tensor_parallel
     wanted = [spec.trainer.parallelism.world_size, *([each] * (number + 1))]
-    gpus = environment.assign_gpus(visible_gpus(), wanted)[-1]
+    gpus = assign_gpus(visible_gpus(), wanted)[-1]
     arguments = (
         *(_console_script("generation"), "--spec", str(directory.run_file)),
         *("--replica-id", name, "--coordinator", f"{HOST}:{grpc_port}", "--port", "0"),
