@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from specrl.errors import VersionConflict
 from specrl.models import read_model_folder
@@ -78,7 +79,7 @@ class MegatronBackend:
     def load_model(self, checkpoint: Path | None) -> None:
         if checkpoint is not None:
             verify_checkpoint(checkpoint, self.groups)  # before the models take their time and memory
-        self._drop_models()
+        self._drop_models()  # of a checkpoint that did not fit them
         # The initial model is loaded even before a checkpoint: Megatron's optimizer copies its float32 masters from
         # existing weights.
         self.models = load_models(self.spec, self.config, self.groups)
@@ -90,10 +91,11 @@ class MegatronBackend:
         self._saved = self.models.state
 
     def _drop_models(self) -> None:
-        """Free the memory of the models that were loaded before, whose checkpoint did not fit them."""
+        """Free the memory and the groups of the models that were loaded."""
         self._initialiser = None
         if hasattr(self, "models"):
             del self.models
+            RotaryEmbedding.forward.cache_clear()  # its keys are modules, which refer to their groups
             gc.collect()  # modules and their hooks refer to each other
             torch.cuda.empty_cache()
 
@@ -119,6 +121,7 @@ class MegatronBackend:
         self._saver.close()
         self._sender.close()
         groups.leave_groups()
+        self._drop_models()  # a Gloo group's threads go on while anything refers to it
 
     # -- training -----------------------------------------------------------------------------------------------------
 
