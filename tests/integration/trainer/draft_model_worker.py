@@ -5,7 +5,6 @@ RANK=0 WORLD_SIZE=2 ... python -m tests.integration.trainer.draft_model_worker O
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from dataclasses import asdict
@@ -71,7 +70,6 @@ def main() -> None:
         if is_first():
             save_file(tensors, folder / "trained.safetensors")
             (folder / "seen.json").write_text(json.dumps(seen))
-        gc.collect()  # a closed backend refers to itself, and so keeps its groups and their threads
     torch.distributed.destroy_process_group()
 
 

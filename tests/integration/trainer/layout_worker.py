@@ -8,7 +8,6 @@ dense policy. One start of the processes, which costs most of the time, serves a
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from dataclasses import dataclass
@@ -120,7 +119,6 @@ def main() -> None:
     for item in json.loads(sys.argv[2]):
         job = Job(**item)
         run(job, Path(sys.argv[1]) / job.name)
-        gc.collect()  # a closed backend refers to itself, and so keeps its groups and their threads
     torch.distributed.destroy_process_group()
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.trainer.runs import a_spec
+from tests.integration.trainer.conftest import VOCAB
+from tests.integration.trainer.runs import a_batch, a_spec
 
 from specrl.seams.versions import EXPECTED
 
@@ -66,6 +67,22 @@ def test_private_state_of_megatron_is_where_it_was(policy: Path) -> None:
     backend.close()
     assert made
     assert groups.parallel_state._global_process_group_list is None
+
+
+def test_a_closed_backend_leaves_no_threads_of_its_groups(policy: Path) -> None:
+    """The rotary embedding's cache kept a group of each, whose threads poll. Ranks that form many layouts were slow."""
+    from specrl.trainer.megatron_backend import MegatronBackend
+
+    def count_threads() -> int:
+        """Train and close a backend. Returns how many threads of Gloo are left."""
+        backend = MegatronBackend(a_spec(policy, speculation={"none": {}}))
+        backend.load_model(None)
+        backend.train_step(a_batch(1, VOCAB))
+        backend.close()
+        return sum("gloo" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir())
+
+    first = count_threads()
+    assert count_threads() <= first
 
 
 def test_megatron_says_nothing_in_the_log_of_a_trainer(policy: Path, caplog: pytest.LogCaptureFixture) -> None:

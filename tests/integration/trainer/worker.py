@@ -9,7 +9,6 @@ as many ranks: it forms one after another.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -52,7 +51,6 @@ def main() -> None:
         seen["gspo"] = gspo(spec, folder, is_long=layout in json.loads(long))
         if is_first():
             (folder / "seen.json").write_text(json.dumps(seen))
-        gc.collect()  # a closed backend refers to itself, and so keeps its groups and their threads
     if torch.distributed.get_world_size() == 1:
         alone(a_spec(Path(policy)), Path(out) / ALONE)
     torch.distributed.destroy_process_group()

@@ -81,8 +81,12 @@ class CheckpointSaver:
         return self._writing
 
     def close(self) -> None:
-        """Wait for the current save and end the thread."""
+        """Wait for the current save, end the thread, and leave the group."""
         self._thread.shutdown()
+        self._writing = None  # its callbacks refer to the backend
+        if self._meeting is not None:
+            dist.destroy_process_group(self._meeting)
+            self._meeting = None
 
 
 def take_snapshot(models: RankModels, state: CheckpointState) -> CheckpointSnapshot:
