@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from specrl.errors import VersionConflict
 from specrl.models import read_model_folder
@@ -94,8 +93,8 @@ class MegatronBackend:
         """Free the memory and the groups of the models that were loaded."""
         self._initialiser = None
         if hasattr(self, "models"):
+            _clear_caches(self.models)
             del self.models
-            RotaryEmbedding.forward.cache_clear()  # its keys are modules, which refer to their groups
             gc.collect()  # modules and their hooks refer to each other
             torch.cuda.empty_cache()
 
@@ -199,3 +198,12 @@ class MegatronBackend:
 
     def export_model(self, directory: Path, *, drafter_only: bool = False) -> tuple[Path | None, Path | None]:
         return weight_sender.write_model_folders(self.models, directory, drafter_only=drafter_only)
+
+
+def _clear_caches(models: RankModels) -> None:
+    """Clear Megatron's cache of rotary embeddings. Its keys are modules, which refer to their groups."""
+    for chunk in models.policy.chunks:
+        for module in chunk.modules():
+            clear = getattr(module.forward, "cache_clear", None)
+            if clear is not None:
+                clear()
