@@ -1,6 +1,6 @@
 """Checks a run against this machine's GPUs, and divides the memory of those that programs share. Starts nothing.
 
-The launcher deals GPUs out in order, the trainer's ranks first (`processes/environment.py`). With fewer GPUs than ranks
+The launcher deals GPUs out in order, the trainer's ranks first (`machine.assign_gpus`). With fewer GPUs than ranks
 of trainer and replicas together, some GPUs get several programs. Then each replica needs a fixed KV cache: vLLM would
 otherwise measure what is free while the trainer is still loading. `share_gpus` chooses it from what the trainer's rank
 and the replicas need. Called by preflight, before anything large is loaded, and before an active run is scaled up.
@@ -82,7 +82,7 @@ def _find_missing_gpus(field: str, ranks: int, machine: GpuMachine) -> Iterator[
 
 @dataclass(frozen=True)
 class GpuNeed:
-    """What a run's ranks need of the GPUs, in bytes.
+    """The needs of a run's ranks on the GPUs, in bytes.
 
     gpus: those that the launcher deals out. card_bytes: memory of the smallest. trainer_bytes: of a trainer's rank.
     replica_bytes: of a replica's rank, without its KV cache.
@@ -170,7 +170,7 @@ def _find_fullest_gpu(spec: RunSpec, need: GpuNeed) -> _SharedGpu | None:
     counts = count_programs(spec, need.gpus)
     if not counts - {(0, 1)}:
         return None
-    found = list[_SharedGpu]()
+    found: list[_SharedGpu] = []
     for trainers, replicas in counts:
         share = (need.card_bytes - trainers * need.trainer_bytes) // replicas
         found.append(_SharedGpu(trainers, replicas, share - need.replica_bytes))

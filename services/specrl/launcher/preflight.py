@@ -71,8 +71,7 @@ class PreflightResult:
     """The choices of preflight for this launch: precision, ports, references to leave out, and notices for the user.
 
     spec: the run with its precision chosen, with a KV cache for GPUs that its programs share, and with folders in place
-    of names on the hub. precision: that choice in
-    words. sources: what was fetched for the names.
+    of names on the hub. precision: that choice in words. sources: what was fetched for the names.
     data: the run's prompts; None if a problem was found. memory_need: None with GPUs. available_bytes: 0 with GPUs.
     gpu_need: None without GPUs, with generation.gpuMemoryUtilization, and if the memory of the GPUs is not known.
     disk_need: the caller compares it with the disk of the run's folder. None if the policy could not be read.

@@ -117,7 +117,7 @@ def test_the_process_compares_rollouts_with_the_policys_folder(tmp_path: Path) -
 
 
 def test_a_policy_that_cannot_be_read_is_logged(tmp_path: Path) -> None:
-    """Nothing said that rollouts were no longer compared with it."""
+    """The coordinator did not say that it no longer compared rollouts with the policy."""
     spec = parse_spec(a_run(tmp_path))
     with structlog.testing.capture_logs() as lines:
         assert _read_policy(spec) is None
