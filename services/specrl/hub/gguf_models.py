@@ -82,7 +82,7 @@ def convert_gguf(wish: GgufWish, display: FetchDisplay = NO_DISPLAY) -> Converte
         )
     folder = wish.target or cache_folder() / "gguf" / f"{sha256}-{CONVERSION}"
     try:
-        with _lock_folder(folder) if wish.target is None else nullcontext():
+        with _lock_folder(folder, model, display) if wish.target is None else nullcontext():
             if not folder.exists():
                 _check_room(model, folder, field)
                 with write_folder(folder) as scratch:
@@ -134,15 +134,20 @@ def _hash_file(file: Path, display: FetchDisplay) -> str:
 
 
 @contextmanager
-def _lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder that is being made. Raises OSError.
+def _lock_folder(folder: Path, model: GgufModel, display: FetchDisplay) -> Iterator[None]:
+    """Hold the lock of a folder that is being made of `model`. Raises OSError.
 
-    Another process that makes it is waited for. It is bounded by that process's conversion: the kernel releases the
-    lock of one that was killed.
+    If another process makes it, this one shows that it waits. The other's conversion bounds the wait: the kernel
+    releases the lock of a process that was killed.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f".{folder.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = f"waiting for another process, which converts {model.path.name}"
+            with show_regularly(lambda: display.show(what, 0, model.num_bytes), display.every_s):
+                fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import multiprocessing
 import os
+import queue
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +130,22 @@ def test_two_processes_convert_the_same_file_once(cache: Path, file: Path) -> No
     assert [process.exitcode for process in both] == [0, 0]
     assert counted.value == 1
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
+
+
+def test_a_process_that_waits_for_a_conversion_says_so(cache: Path, file: Path) -> None:
+    """It showed nothing for as long as the other process converted, which takes minutes for a large file."""
+    folder = convert_gguf(GgufWish(file, "model.path")).folder
+    shown = queue.Queue[tuple[str, int, int]]()
+    display = FetchDisplay(lambda *what: shown.put(what), 0.001)
+    with ThreadPoolExecutor() as pool, folder.with_name(f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = pool.submit(convert_gguf, GgufWish(file, "model.path"), display)
+        expected = ("waiting for another process, which converts policy.gguf", 0)
+        while shown.get(timeout=60)[:2] != expected:
+            pass
+        assert not waiting.done()
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert waiting.result(60).folder == folder
 
 
 def a_spec(folder: Path, path: Path | str) -> RunSpec:
