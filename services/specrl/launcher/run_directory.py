@@ -29,6 +29,7 @@ The launcher and most commands use this module.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -108,7 +109,7 @@ class RunDirectory:
             yield
 
     def has_launcher(self) -> bool:
-        """Whether a launcher holds the lock at this moment."""
+        """Whether a launcher holds the lock at this moment. Raises RunInvalid on a file system without locks."""
         try:
             with open_regular(self.lock_file) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -116,6 +117,13 @@ class RunDirectory:
             return True
         except FileNotFoundError:
             return False
+        except OSError as error:
+            if error.errno not in {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}:
+                raise
+            raise RunInvalid(
+                f"RUN must be on a file system with locks, got {self.path}, where the lock of its launcher cannot be "
+                f"tested ({error.strerror}); copy it to another disk to read it"
+            ) from error
         return False
 
     def make_private(self) -> str:
@@ -199,7 +207,7 @@ def delete_unfinished(runs: Path) -> None:
     A folder without a lock file is left alone: its process may be about to lock it. So is a link, which is a user's.
     """
     for lock in runs.glob(f"{UNFINISHED}*/{LOCK_FILE}"):
-        with suppress(OSError):  # another user's
+        with suppress(OSError, RunInvalid):  # another user's, or without locks
             if not lock.parent.is_symlink() and not RunDirectory(lock.parent).has_launcher():
                 _delete_new_folder(lock.parent)
 

@@ -67,6 +67,20 @@ def test_a_lock_that_the_file_system_refuses_is_no_traceback(
         pass
 
 
+def test_a_run_whose_lock_cannot_be_tested_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`specrl status` of a run on NFS without locks ended with a traceback."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    directory = RunDirectory(tmp_path)
+    assert not directory.has_launcher()
+    directory.lock_file.touch()
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(RunInvalid, match=r"must be on a file system with locks, got .*; copy it to another disk"):
+        directory.has_launcher()
+
+
 def test_errors_of_those_who_hold_the_lock_are_their_own(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), RunDirectory(tmp_path).lock():
         (tmp_path / "none").read_text()
