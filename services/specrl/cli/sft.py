@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specrl.cli.command_exit import INTERRUPTED_CODE, print_error
 from specrl.cli.options import Overrides, Plain, RunFile, refuse_existing
+from specrl.errors import RunFailed
 from specrl.hub import read_sources, write_sources
 from specrl.launcher.terminal.check_progress import open_fetch_display
 from specrl.launcher.terminal.view import choose_view
@@ -93,7 +94,11 @@ def run_sft(  # noqa: PLR0913, PLR0917 - one argument per option
         resumed = f", resumed after step {work.trained}" if work.is_resumed else ""
         typer.echo(f"{spec.schedule.steps} steps of {batch_size} examples{resumed}: {work.folder}")
         with _show_progress(console, spec.schedule.steps, is_plain=plain or not console.is_terminal) as show:
-            is_done = work.run(show, print_error)
+            try:
+                is_done = work.run(show, print_error)
+            except RunFailed as error:
+                print_error(f"{error}\n  resume with the same command")
+                raise typer.Exit(error.exit_code) from error
     if not is_done:
         print_error("stopped; run the same command to resume")
         raise typer.Exit(INTERRUPTED_CODE)

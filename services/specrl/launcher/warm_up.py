@@ -24,7 +24,7 @@ from typing import Any
 
 from specrl import models
 from specrl.coordinator.members.trainer_link import CHECKPOINT_DEADLINE_S, STEP_DEADLINE_S
-from specrl.errors import RunInvalid, TrainerFailed, raise_problems
+from specrl.errors import RunFailed, RunInvalid, RunRefused, raise_problems
 from specrl.files import LineFollower, make_private_folder, parse_object, read_object
 from specrl.hub import FetchedSource, fetch_run_sources
 from specrl.hub.fetching import NO_DISPLAY, FetchDisplay
@@ -188,7 +188,7 @@ class WarmUp:
         """Train to the end and pass each new line of metrics to `show`. Returns False after Ctrl-C.
 
         say: shows a message to the user. A second Ctrl-C raises KeyboardInterrupt and kills the ranks.
-        Raises TrainerFailed with the last log line of the rank that failed first.
+        Raises RunFailed with the last log line of the rank that failed first; RunRefused if its user must act first.
         """
         follower = _NewSteps(self.folder / "metrics.jsonl", self.trained)
         with self._start_ranks() as ranks:
@@ -211,7 +211,8 @@ class WarmUp:
         if failed:
             # Prefer a rank that exited by itself: ranks that we killed (negative codes) logged no reason.
             first = min(failed, key=lambda number: (ranks[number].returncode < 0, number))
-            raise TrainerFailed(f"{self._read_last_line(first)}\n  logs: {self.folder / 'logs'}")
+            ended = RunRefused if ranks[first].returncode == RunRefused.exit_code else RunFailed
+            raise ended(f"{self._read_last_line(first)}\n  logs: {self.folder / 'logs'}")
         # The rename is atomic, so OUT is complete whenever it exists.
         policy = self.folder / "export" / "policy"
         policy.rename(self.out)

@@ -87,6 +87,24 @@ def test_a_resumed_warm_up_shows_only_the_steps_after_its_checkpoint(
     assert shown == [4, 5]
 
 
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_warm_up_whose_rank_fails_ends_with_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Every failure had exit code 2, so a script took one that a repetition mends for a refusal."""
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    a_model_folder(tmp_path / "model")
+    (tmp_path / "run.yaml").write_text(dump_spec(parse_spec(a_run(tmp_path))))
+    program = f"import sys; print('out of luck', file=sys.stderr); sys.exit({code})"
+    monkeypatch.setattr(child_guard, "guarded_command", lambda _: (sys.executable, "-c", program))
+    options = ["-f", f"{tmp_path}/run.yaml", "--data", str(data), "--out", str(tmp_path / "warm"), "--steps", "2"]
+    done = CliRunner().invoke(app, ["sft", *options])
+    assert done.exit_code == code
+    assert "out of luck" in done.stderr
+    assert ("resume with the same command" in done.stderr) == (code == 1)
+
+
 def test_a_warm_up_that_the_gpus_cannot_run_is_refused_in_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
