@@ -4,7 +4,7 @@
     OUT        the trained policy; it appears by one rename after the last step
 
 Invariants: no rank outlives this process (child_guard.py), and all ranks end together. One process at a time uses the
-folder. The training itself is `trainer/sft.py`. Called by `specrl sft`.
+folder. The training itself is `trainer/sft`. Called by `specrl sft`.
 """
 
 from __future__ import annotations
@@ -110,18 +110,18 @@ def plan_warm_up(
     found = models.read_models(changed)
     of_gpus = find_trainer_gpu_problems(changed, read_gpu_machine())
     raise_problems([*models.check(changed, found), *trainer.check(changed, found), *of_gpus])
-    steps = wish.steps or math.ceil(_count_examples(changed, wish.held_out) * wish.epochs / wish.batch_size)
+    count = _count_examples(changed, wish.held_out)
+    steps = wish.steps or math.ceil(count * wish.epochs / wish.batch_size)
     return changed.model_copy(
         update={"schedule": changed.schedule.model_copy(update={"steps": steps})}
     ), fetched.sources
 
 
 def _count_examples(spec: RunSpec, held_out: Decimal) -> int:
-    """Count the examples of an epoch. This reads and checks all of them."""
-    from specrl.prompts import load_prompts
+    """Count the examples of an epoch. This reads and checks all of them. Raises DatasetInvalid, CheckpointInvalid."""
+    from specrl.trainer.sft.examples import TrainingExamples
 
-    count = len(load_prompts(spec))
-    return count - int(count * held_out)
+    return len(TrainingExamples(spec, held_out))
 
 
 def locate_folder(out: Path) -> Path:

@@ -16,7 +16,7 @@ without waiting for the others. Its process ends, too, and with it the run.
 Waiting: rank 0's broadcast wakes the other ranks. When a rank dies, its sockets close, and every rank that waits for
 it gets an error, at the latest with the next CheckAlive. CONTROL_TIMEOUT bounds every wait.
 
-Called by `service.py` and `sft.py` at rank 0, and by the main functions at the other ranks.
+Called by `service.py` and `sft/` at rank 0, and by the main functions at the other ranks.
 """
 
 from __future__ import annotations

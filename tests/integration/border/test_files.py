@@ -769,6 +769,6 @@ COVERED = {
     "trainer/megatron_backend/kernels/choice.py": "a file of the package itself",
     "trainer/megatron_backend/training/initialisation.py": "tests/integration/trainer/test_megatron_backend.py",
     "trainer/service.py": "step's answer",
-    "trainer/sft.py": "its own curves, of which lines that cannot be read are dropped",
+    "trainer/sft/training.py": "its own curves, of which lines that cannot be read are dropped",
     "weights/staging.py": "memory of a rank of the same node, whose tensors' checksums were compared",
 }

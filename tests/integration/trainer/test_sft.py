@@ -25,10 +25,11 @@ from specrl.prompts.templates import load_tokenizer
 from specrl.spec import RunSpec, dump_spec, load_spec
 from specrl.spec.data import FieldMapping, FileSource, PromptSource
 from specrl.spec.tools import AnsweredBy, CodeTool, Tools
-from specrl.trainer import sft
 from specrl.trainer.calls import RankCalls
 from specrl.trainer.checkpointing import checkpoints
 from specrl.trainer.ranks import AllRanks
+from specrl.trainer.sft.examples import TrainingExamples
+from specrl.trainer.sft.training import METRICS, run_warm_up
 
 VOCAB = 264
 
@@ -62,7 +63,7 @@ def a_warm_up(policy: Path, folder: Path, *, data: int = 1, **changes: Any) -> R
 
 
 def test_every_example_is_trained_once_an_epoch_and_none_that_is_held_out(policy: Path, tmp_path: Path) -> None:
-    examples = sft.TrainingExamples(a_warm_up(policy, tmp_path), Decimal("0.2"))
+    examples = TrainingExamples(a_warm_up(policy, tmp_path), Decimal("0.2"))
     assert (len(examples.held_out), len(examples)) == (4, 20)
 
     def contents(rows: Any) -> list[bytes]:
@@ -81,7 +82,7 @@ def test_completion_ends_with_the_end_token_and_what_a_tool_wrote_is_read_alone(
     spec = a_warm_up(policy, tmp_path, tools=tools)
     text = "<tool>1+1</tool><output>2</output>two"
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "1 + 1?", "completion": text}) + "\n")
-    (row,) = sft.TrainingExamples(spec, Decimal(0)).build_batch(1).rollouts[:1]
+    (row,) = TrainingExamples(spec, Decimal(0)).build_batch(1).rollouts[:1]
     row.check(1000, VOCAB, (0, 0, 0))
     tokens = row.rollout.token_ids_T
     learnt = tokens[row.rollout.sampled_N]
@@ -96,7 +97,7 @@ def test_example_that_is_too_long_is_named_by_its_line(policy: Path, tmp_path: P
     with (tmp_path / "pairs.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "why?", "completion": "x" * 300}) + "\n")
     with pytest.raises(DatasetInvalid, match=r"pairs.jsonl:25: 305 tokens with its completion.*256 .model.maxLength"):
-        sft.TrainingExamples(spec, Decimal(0))
+        TrainingExamples(spec, Decimal(0))
 
 
 # -- the loop, on the stand-in -----------------------------------------------------------------------------------------
@@ -114,13 +115,13 @@ def stops_at(step: int) -> Callable[[], bool]:
 def test_interrupted_warm_up_ends_where_one_that_was_not_does(policy: Path, tmp_path: Path) -> None:
     """It is stopped in step 3, killed after step 5 with a truncated line of metrics, and resumed."""
     spec = a_warm_up(policy, tmp_path)
-    examples = sft.TrainingExamples(spec, Decimal("0.2"))
+    examples = TrainingExamples(spec, Decimal("0.2"))
     whole = StandInBackend(VOCAB)
     (tmp_path / "whole").mkdir()
-    assert sft.run_warm_up(one_rank(whole, spec, tmp_path / "whole"), spec, examples, tmp_path / "whole", lambda: False)
+    assert run_warm_up(one_rank(whole, spec, tmp_path / "whole"), spec, examples, tmp_path / "whole", lambda: False)
     folder = tmp_path / "parts"
     folder.mkdir()
-    assert not sft.run_warm_up(one_rank(StandInBackend(VOCAB), spec, folder), spec, examples, folder, stops_at(3))
+    assert not run_warm_up(one_rank(StandInBackend(VOCAB), spec, folder), spec, examples, folder, stops_at(3))
     assert [step for step, _ in checkpoints.list_complete(folder)] == [2, 3]
 
     class Dies(StandInBackend):
@@ -131,14 +132,14 @@ def test_interrupted_warm_up_ends_where_one_that_was_not_does(policy: Path, tmp_
 
     dying = Dies(VOCAB)
     with pytest.raises(KeyboardInterrupt):
-        sft.run_warm_up(one_rank(dying, spec, folder), spec, examples, folder, lambda: False)
+        run_warm_up(one_rank(dying, spec, folder), spec, examples, folder, lambda: False)
     dying.close()  # waits for its writer, which the end of a process would end
-    with (folder / sft.METRICS).open("a") as file:
+    with (folder / METRICS).open("a") as file:
         file.write('{"step": 6, "lo')
     last = StandInBackend(VOCAB)
-    assert sft.run_warm_up(one_rank(last, spec, folder), spec, examples, folder, lambda: False)
+    assert run_warm_up(one_rank(last, spec, folder), spec, examples, folder, lambda: False)
     assert np.array_equal(last.policy_VV, whole.policy_VV)
-    lines = [json.loads(line) for line in (folder / sft.METRICS).read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
     assert [line["heldOutLoss"] is not None for line in lines] == [True, False, True, True, True, False, True]
     assert lines[-1]["heldOutLoss"] < lines[2]["heldOutLoss"] < lines[0]["heldOutLoss"]
@@ -163,7 +164,7 @@ def test_two_ranks_learn_what_transformers_would_and_leave_its_folder(policy: Pa
     assert "step 4/4 loss" in result.stdout
     lines = [json.loads(line) for line in (tmp_path / "warm-sft" / "metrics.jsonl").read_text().splitlines()]
     prepared = load_spec(tmp_path / "warm-sft" / "run.yaml")
-    examples = sft.TrainingExamples(prepared, Decimal("0.2"))
+    examples = TrainingExamples(prepared, Decimal("0.2"))
     before, after = (AutoModelForCausalLM.from_pretrained(it, dtype=torch.float32) for it in (policy, out))
     assert lines[0] == {"step": 0, "heldOutLoss": pytest.approx(cross_entropy(before, examples.held_out), abs=1e-5)}
     assert lines[1]["loss"] == pytest.approx(cross_entropy(before, examples.build_batch(1).rollouts), abs=1e-5)

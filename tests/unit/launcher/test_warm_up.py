@@ -22,6 +22,13 @@ from specrl.spec import dump_spec, parse_spec
 from specrl.trainer.checkpointing.checkpoints import STATE, step_directory
 
 
+def a_base_model(path: Path) -> None:
+    """Write a model folder whose tokenizer has an end token, which completions for training get."""
+    a_model_folder(path)
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "~"}
+    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+
+
 def test_a_warm_up_with_other_options_is_refused_with_their_names(tmp_path: Path) -> None:
     """It was refused without naming what differed, such as the number of steps."""
     spec = parse_spec(a_run(tmp_path))
@@ -40,7 +47,7 @@ def test_a_second_warm_up_with_the_same_folder_is_refused_and_writes_nothing(tmp
     """It wrote the first one's metrics anew, emptied its logs, and deleted the checkpoint that it was writing."""
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "1+1=", "completion": "2"}\n')
-    a_model_folder(tmp_path / "model")
+    a_base_model(tmp_path / "model")
     spec = parse_spec(a_run(tmp_path))
     (tmp_path / "run.yaml").write_text(dump_spec(spec))
     out = tmp_path / "warm"
@@ -87,6 +94,21 @@ def test_a_resumed_warm_up_shows_only_the_steps_after_its_checkpoint(
     assert shown == [4, 5]
 
 
+def test_an_example_beyond_the_models_length_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """Only the started trainer compared lengths, so its ranks ended with one line of a list, after a minute."""
+    data = tmp_path / "data.jsonl"
+    lines = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "1+1=", "completion": "2" * 5000}]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    a_base_model(tmp_path / "model")
+    (tmp_path / "run.yaml").write_text(dump_spec(parse_spec(a_run(tmp_path))))
+    options = ["-f", f"{tmp_path}/run.yaml", "--data", str(data), "--out", str(tmp_path / "warm"), "--steps", "2"]
+    done = CliRunner().invoke(app, ["sft", *options, "--held-out", "0"])
+    assert done.exit_code == 2, done.output
+    assert "data.jsonl:2: " in done.stderr
+    assert "model.maxLength" in done.stderr
+    assert not (tmp_path / "warm-sft").exists()
+
+
 @pytest.mark.parametrize("code", [1, 2])
 def test_a_warm_up_whose_rank_fails_ends_with_its_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
@@ -94,7 +116,7 @@ def test_a_warm_up_whose_rank_fails_ends_with_its_exit_code(
     """Every failure had exit code 2, so a script took one that a repetition mends for a refusal."""
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "1+1=", "completion": "2"}\n')
-    a_model_folder(tmp_path / "model")
+    a_base_model(tmp_path / "model")
     (tmp_path / "run.yaml").write_text(dump_spec(parse_spec(a_run(tmp_path))))
     program = f"import sys; print('out of luck', file=sys.stderr); sys.exit({code})"
     monkeypatch.setattr(child_guard, "guarded_command", lambda _: (sys.executable, "-c", program))
@@ -112,7 +134,7 @@ def test_a_warm_up_that_the_gpus_cannot_run_is_refused_in_numbers(
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "1+1=", "completion": "2"}\n')
     training = {"optimizer": {"learningRate": "1e-5"}, "parallelism": {"data": 2}}
-    a_model_folder(tmp_path / "model")
+    a_base_model(tmp_path / "model")
     spec = parse_spec(a_run(tmp_path, trainer=training))
     wish = WarmUpOptions(data, 5, Decimal(1), 4, None, Decimal(0))
     monkeypatch.setattr(warm_up, "read_gpu_machine", lambda: GpuMachine(("7",), "535.104.05", {"0": 1 << 30}))

@@ -1,4 +1,4 @@
-"""One supervised step: an optimizer step on the cross-entropy of completions. Called by `backend.py` for `sft.py`.
+"""One supervised step: an optimizer step on the cross-entropy of completions. Called by `backend.py` for `trainer/sft`.
 
 Shapes: T sampled tokens of a micro-batch.
 """
