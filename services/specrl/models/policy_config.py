@@ -267,8 +267,11 @@ def _is_positive(value: object) -> bool:
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> Any:
-    """The rotary settings, under the key of transformers 5 or of transformers 4, of any type."""
-    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    """The rotary settings, under the key of transformers 5 or of transformers 4, of any type.
+
+    In a config with both, transformers 5 takes the older key, and so does vLLM, which reads configs through it.
+    """
+    return raw.get("rope_scaling") or raw.get("rope_parameters") or {}
 
 
 def _rope_type(raw: Mapping[str, Any]) -> object:

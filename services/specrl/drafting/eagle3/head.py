@@ -112,7 +112,7 @@ def read_layer_shape(raw: Mapping[str, Any], policy: PolicyConfig) -> LayerShape
 
     A config that names rotary settings has all of its own, as vLLM reads it: a head without scaling was trained so.
     """
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # as transformers 5
     has_rope = bool(rope or raw.get("rope_theta"))
     heads = raw.get("num_attention_heads") or policy.num_heads
     # A config with num_attention_heads describes its own layer. Its absent fields then get Llama's defaults instead
