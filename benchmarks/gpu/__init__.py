@@ -1,1 +1,1 @@
-"""What a first hour on a GPU should measure, in one command: `make gpu-check` (docs/gpu.md)."""
+"""What a first hour on a GPU should measure, in one command: `python -m benchmarks.gpu` (docs/gpu.md)."""

@@ -1,4 +1,4 @@
-"""Runs the kit and writes its record: `python -m benchmarks.gpu`, or `make gpu-check`.
+"""Runs the kit and writes its record: `python -m benchmarks.gpu`, or on a CPU `make gpu-check`.
 
     python -m benchmarks.gpu                             # on a machine with a GPU
     python -m benchmarks.gpu --out DIR                   # on a CPU: every part in miniature
@@ -13,9 +13,9 @@ The exit code is 1 if a part failed. A part that is skipped is no failure.
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.gpu.record import name_record, write_passed_kernels, write_record
@@ -59,6 +59,12 @@ def run_parts(names: list[str], scale: int, injected: frozenset[str]) -> list[Ou
     return outcomes
 
 
+def has_usable_gpu() -> bool:
+    """Whether this environment's torch can use a GPU. A process of its own asks, so that this one holds no memory."""
+    question = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", question], check=False, capture_output=True).returncode == 0
+
+
 def main() -> None:
     """Parse the command line, run, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -67,10 +73,15 @@ def main() -> None:
     parser.add_argument("--scale", type=int, choices=(0, 1, 2), help="0: for tests, 1: miniature, 2: for a GPU")
     parser.add_argument("--inject", default="", help="parts to report a failure of, to test the kit itself")
     arguments = parser.parse_args()
-    has_gpu = find_spec("torch") is not None and any(Path("/dev").glob("nvidia[0-9]*"))
+    has_gpu = (arguments.out is None or arguments.scale is None) and has_usable_gpu()
     if arguments.out is None and not has_gpu:
-        parser.error("--out must be given on a machine without a GPU, whose figures do not belong into results/")
+        parser.error(
+            "--out must be given where torch finds no GPU, since such figures do not belong into results/; with a GPU "
+            "use an environment whose torch is built for it (docs/gpu.md)"
+        )
     names = arguments.only.split(",") if arguments.only else list(DEADLINES_S)
+    if arguments.out is None and "versions" not in names:
+        names = ["versions", *names]  # it names the record
     unknown = sorted({*names, *filter(None, arguments.inject.split(","))} - set(DEADLINES_S))
     if unknown:
         parser.error(f"parts must be of {', '.join(DEADLINES_S)}, got {', '.join(unknown)}")
