@@ -167,7 +167,7 @@ def check_run(
         saved = len(checkpoints.list_complete(directory)) if directory is not None else 0
         ready.disk_need = estimate_disk(spec, found, saved)
     if not visible_gpus() and found.policy is not None and found.policy_config is not None:
-        # Only for CPUs. With GPUs most of the need is GPU memory, which the engines check themselves.
+        # Only for CPUs. With GPUs most of the need is GPU memory, see `gpu_need`.
         need = estimate_memory(spec, found)
         ready.memory_need = need
         ready.available_bytes = available_bytes()

@@ -85,9 +85,16 @@ def _describe_verdict(example: GradedExample) -> str:
 
 
 def _describe_memory(plan: RunPlan) -> str:
+    gpus = plan.ready.gpu_need
+    if gpus is not None:
+        return (
+            f"about {format_gib(gpus.trainer_bytes)} of GPU memory for a trainer's rank, "
+            f"{format_gib(gpus.replica_bytes)} for a replica's rank without its KV cache; a GPU has "
+            f"{format_gib(gpus.card_bytes)}"
+        )
     need = plan.ready.memory_need
     if need is None:
-        return "not estimated with GPUs; each engine checks its GPU's memory when it starts"
+        return "not estimated: generation.gpuMemoryUtilization is given, or the GPUs' memory is not known"
     return (
         f"about {format_gib(need.total_bytes)}: coordinator {format_gib(need.coordinator_bytes)}, "
         f"replicas {need.replicas} x {format_gib(need.replica_bytes)}, trainer {format_gib(need.trainer_bytes)}; "
