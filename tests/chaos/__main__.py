@@ -266,7 +266,8 @@ def main() -> int:
         chaos.go_on()
     except Violated as broken:
         sys.stdout.write(f"VIOLATED with seed {options.seed}\n{broken}\nfaults so far:\n{chaos.history()}\n")
-        sys.stdout.write(f"logs: {folder}/ROUND/kept/chaos-1/logs, output: {folder}/ROUND/output.txt\n")
+        runs = "kept" if options.is_inside else "runs"
+        sys.stdout.write(f"logs: {folder}/ROUND/{runs}/chaos-1/logs, output: {folder}/ROUND/output.txt\n")
         return 1
     return 0
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.chaos.promises import Evidence, violations
+from tests.chaos.promises import Evidence, evidence, violations
 from tests.run_files import a_run
 
+from specrl.coordinator.ledger import open_store
+from specrl.coordinator.ledger.contract import Claim
 from specrl.records import Batch, FinishReason, Rollout, TrainRollout, VersionSpan
-from specrl.spec import parse_spec
+from specrl.spec import dump_spec, parse_spec
 
 
 def a_rollout(group: str, sample: int, version: int) -> TrainRollout:
@@ -93,3 +96,16 @@ def with_fields(**fields: Any) -> Callable[[Evidence], Evidence]:
 def test_a_broken_promise_is_named(tmp_path: Path, spoil: Callable[[Evidence], Evidence], words: str) -> None:
     found = violations(spoil(a_sound_run(tmp_path)))
     assert any(words in line for line in found), found
+
+
+def test_the_failed_prompts_of_trained_and_untrained_steps_are_read(tmp_path: Path) -> None:
+    """Only the facts were read, which have those of untrained steps alone: at a run's end none."""
+    spec = parse_spec(a_run(tmp_path))
+    (tmp_path / "run.yaml").write_text(dump_spec(spec))
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "status.json").write_text("{}")
+    with closing(open_store(spec, tmp_path, Claim())) as store:
+        store.set_fact("failedPrompts", {"p-2": "the verifier failed"})
+        store.finish_step(1, {"step": 1, "failed": {"p-1": "every rollout was refused"}})
+    found = evidence(tmp_path, tmp_path / "ledger")
+    assert found.failed == {"p-1": "every rollout was refused", "p-2": "the verifier failed"}
