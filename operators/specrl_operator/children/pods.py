@@ -54,8 +54,10 @@ END
 USER_ID = 65532
 """Uid and gid of the images' user (`deploy/docker/Dockerfile`); the same as `nonroot` of distroless images."""
 
-SAVE_S = 90
-"""Grace period of a coordinator, in seconds. Saving the run may take 60 s (`launcher/processes/programs.py`)."""
+SAVE_S = 900
+"""Grace period of a coordinator, in seconds. The trainer finishes its step first, and then writes a checkpoint. If both
+take longer, the next coordinator trains the steps since the last checkpoint again. A job can give more by
+`coordinator.podTemplate`."""
 STOP_S = 30
 """Grace period of a trainer, and of a replica beyond its drain, in seconds. Both leave the run by an RPC and cut off
 running calls after 2 s."""
