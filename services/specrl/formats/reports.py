@@ -108,8 +108,8 @@ class StepReport(ReportModel, TrainingFigures):
 
     # Rewards
     reward: float | None
-    """Mean over the rollouts of the step's groups. Null if it has none, because every prompt of the step failed. No
-    policy update was made then, and the figures of training are 0."""
+    """Mean over the rollouts of the step's groups. Null only in reports of earlier versions: a step without any valid
+    reward ends the run, and has no report."""
     reward_error: float | None = None
     """Standard error of `reward`, from the means of the step's prompts. Null with fewer than two prompts."""
     rewards: dict[str, float] = {}
@@ -344,7 +344,7 @@ class ReplicaReport(ReportModel):
     drafting: str | None = None
     """State of its adaptive draft length: drafting, off or trial. Null with a fixed draft length."""
     predicted_gain: float | None = None
-    """Decoding speed divided by the speed without drafts, predicted from calibration and acceptance."""
+    """Decoding speed divided by the speed without drafts, predicted from measured costs of steps and acceptance."""
     measured_gain: float | None = None
     """The same ratio, measured."""
 

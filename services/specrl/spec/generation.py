@@ -169,7 +169,8 @@ class Generation(Section):
     """The generation service: vLLM replicas, each in its own process or pod."""
 
     replicas: Annotated[ReplicaCount, ChangePolicy.ANY_TIME] = 1
-    """Number of replicas. It may be changed while the run goes on: `kubectl scale rljob/NAME`."""
+    """Number of replicas. It may be changed while the run goes on: by `kubectl scale rljob/NAME`, or by
+    `specrl scale RUN -n N` on one machine."""
     sampling: SamplingSpec
     """How training rollouts are sampled."""
     speculation: Speculation = Speculation(none=EmptySection())

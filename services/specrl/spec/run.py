@@ -60,7 +60,8 @@ class Model(Section):
     GPUs and on CPUs with bfloat16 units, else float32. It is chosen once, written into the run's own file, and kept
     when the run is resumed. On a cluster: float32 with placement.profile `CPU`, else bfloat16."""
     max_length: Positive = 2048
-    """Longest prompt plus completion, in tokens."""
+    """Longest sequence that an engine computes, in tokens: at least prompts.maxTokens + generation.sampling.maxTokens +
+    the number of draft tokens + 1."""
 
 
 class Schedule(Section):
@@ -76,8 +77,8 @@ class Schedule(Section):
     max_policy_lag: NotNegative = 1
     """Hard bound on the policy lag of the oldest token trained on, in steps. 0: synchronous training."""
     seed: WholeNumber = 0
-    """Seed of sampling and initialisation. With maxPolicyLag 0, the same seed gives the same checkpoint, bit for
-    bit."""
+    """Seed of sampling and initialisation. With maxPolicyLag 0 and generation.draftLength `Fixed`, the same seed gives
+    the same checkpoint, bit for bit, on the same machine. docs/policy-versions.md lists what does not repeat."""
 
 
 class Transport(StrEnum):
@@ -211,8 +212,8 @@ class Telemetry(Section):
     """Port of the coordinator's gRPC server. 0: any free port."""
     rollouts: Annotated[WholeNumber, Field(ge=0, le=64)] = 4
     """Rollouts of each step that are written to rollouts.jsonl in the run's folder, with prompt, completion and reward.
-    They are of different prompts as far as possible. `specrl rollouts RUN` shows them. The file is at most 64 MiB. 0:
-    none, for prompts that must not be in the run's folder."""
+    They are of different prompts as far as possible. `specrl rollouts RUN` shows them. At 32 MiB the file becomes
+    rollouts.old.jsonl, so that both have at most 64 MiB. 0: none, for prompts that must not be in the run's folder."""
     rollouts_shown: Annotated[WholeNumber, Field(ge=0, le=256)] = 0
     """Number of newest rollouts that the coordinator keeps in memory, one of each group, with prompt, completion and
     reward. Users who may read the run can see them (GET /rollouts). 0: none, since prompts may be private."""

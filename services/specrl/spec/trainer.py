@@ -298,8 +298,8 @@ class DrafterInitialisation(Section):
     epoch that brings less, the learning rate falls to a third; after the third such epoch, the training ends. Twice the
     prompts must bring as much, too. "0": all `epochs` are trained."""
     budget_s: Positive | None = None
-    """Most seconds of the whole initialisation; no epoch begins later. The drafter then depends on the machine's speed.
-    Null: no limit."""
+    """Most seconds of the whole initialisation; no epoch but the first begins later. The drafter then depends on the
+    machine's speed. Null: no limit."""
     held_out: DecimalString = Field(default="0.1", validate_default=True)
     """Share of the first `prompts` that the drafter is not trained on. Acceptance is measured on them. "0": none. All
     `epochs` are trained then, and no more prompts are sampled."""
@@ -388,8 +388,8 @@ class Trainer(Section):
     for long sequences."""
     kernels: Kernels = Kernels.AUTO
     """Kernels of the policy's passes. `Reference`: those that run on CPUs, too. `Auto`: a faster one in their place,
-    for bfloat16 on a kind of GPU and with a version of torch on which `make gpu-check` has found it right. In the first
-    micro-batch the trainer compares it with the reference once more."""
+    for bfloat16 on a kind of GPU and with a version of torch on which the GPU kit (docs/gpu.md) has found it right. In
+    the first micro-batch the trainer compares it with the reference once more."""
     routing: Routing = Routing.ANEW
     """Experts of a mixture that a rollout's tokens use. `Anew`: the router chooses them again in the trainer. `Replay`:
     the replica sends its choices, and the trainer uses them (R3, arXiv:2510.11370). That takes one byte per token,

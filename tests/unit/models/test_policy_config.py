@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.run_files import a_model_folder
+from transformers import AutoConfig
 
 from specrl.errors import CheckpointInvalid
 from specrl.models.policy_config import read_policy_config
@@ -55,6 +56,14 @@ def test_mixtures_of_transformers_4_and_5_are_read(count: str, tmp_path: Path) -
 def test_rotary_settings_of_transformers_4_and_5_are_read(rope: dict[str, Any], tmp_path: Path) -> None:
     scaling = a_config(tmp_path, **rope).rope_scaling
     assert (scaling.kind, scaling.numbers["factor"], scaling.numbers["beta_fast"]) == ("yarn", 4, 32)
+
+
+def test_of_both_rotary_settings_those_count_that_the_engine_takes(tmp_path: Path) -> None:
+    """The trainer took the others, so both computed other positions."""
+    found = a_config(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, rope_scaling=YARN)
+    engine = AutoConfig.from_pretrained(tmp_path / "model").rope_parameters
+    assert found.rope_scaling.kind == engine["rope_type"] == "yarn"
+    assert found.rope_theta == engine["rope_theta"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Chooses the fast kernels of a policy: those that `make gpu-check` has found right on such a card.
+"""Chooses the fast kernels of a policy: those that the GPU kit has found right on such a card.
 
 `records.json` has a record for each kernel that passed, with the card's name and the version of torch. The kit writes
 it from benchmarks/gpu/results, and it is part of the wheel.

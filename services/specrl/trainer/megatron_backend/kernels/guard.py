@@ -84,7 +84,7 @@ class GuardedKernel:
                 gradient_difference=difference.gradient,
                 bound=BOUND,
                 reason=reason,
-                remedy="the run continues with the reference; run `make gpu-check` and report its record",
+                remedy="the run continues with the reference; run the GPU kit (docs/gpu.md) and report its record",
             )
         elif not self._calls_to_compare:
             log.info(
