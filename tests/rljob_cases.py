@@ -123,6 +123,7 @@ UNIONS = (
 
 DECIMALS = (
     _at("generation.sampling.temperature", "0", "0.01"),
+    _at("generation.sampling.temperature", "2.01", "2"),
     _at("generation.sampling.topP", "0", "1.0"),
     _at("generation.sampling.topP", "1.01", "0.9"),
     _at("generation.gpuMemoryUtilization", "0", "1"),
@@ -190,6 +191,11 @@ DECIMALS = (
         {"validation": _VALIDATION, "validation.sampling": {"temperature": "-1"}},
         {"validation": _VALIDATION, "validation.sampling": {"temperature": "1"}},
     ),
+    Case(
+        "validation.sampling.temperature",
+        {"validation": _VALIDATION, "validation.sampling": {"temperature": "0.001"}},
+        {"validation": _VALIDATION, "validation.sampling": {"temperature": "0"}},
+    ),
 )
 
 RUN = (
@@ -242,9 +248,25 @@ RUN = (
         must="must be > wallS of every verifier code in rewards.sum.terms",
     ),
     Case(
+        "rewards.code.memoryMib",
+        {"rewards": {"code": {"memoryMib": 4097}}},
+        {"rewards": {"code": {"memoryMib": 4096}}},
+    ),
+    Case(
+        "rewardPool.memoryMib",
+        {"rewards": _sum_of({"name": "a", "verifier": {"code": {"memoryMib": 4097}}})},
+        {"rewards": _sum_of({"name": "a", "verifier": {"code": {"memoryMib": 4096}}})},
+        must="must be >= memoryMib of every verifier code in rewards.sum.terms",
+    ),
+    Case(
+        "tools.answeredBy.code.memoryMib",
+        {"tools": _TOOLS | {"answeredBy": {"code": {"memoryMib": 4097}}}},
+        {"tools": _TOOLS | {"answeredBy": {"code": {"memoryMib": 4096}}}},
+    ),
+    Case(
         "tools.callEnd",
         {"tools": _TOOLS, "generation.sampling.stop": ["end", "so</tool>then"]},
-        {"tools": _TOOLS, "generation.sampling.stop": ["end", "", "<tool>"]},
+        {"tools": _TOOLS, "generation.sampling.stop": ["end", "<tool>"]},
         "must not be part of a stop",
     ),
     _tools("maxOutputTokens", 64, 63),

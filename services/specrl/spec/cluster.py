@@ -233,7 +233,8 @@ class Rdma(Section):
     count: Annotated[WholeNumber, Field(ge=1, le=64)] = 1
     """How many of resourceName every GPU pod requests. GB200 nodes have four network cards, H100 nodes eight."""
     host_network: HostNetwork = HostNetwork.DISABLED
-    """`Enabled`: GPU pods use the network of their node. NetworkPolicies do not apply to them."""
+    """`Enabled`: GPU pods use the network of their node. NetworkPolicies do not apply to them. The job
+    is not accepted unless the chart's networkPolicy.nodeCidrs is set."""
 
 
 GB200_GPUS = 4
@@ -258,8 +259,8 @@ class Placement(Section):
     topology_key: ShortText = "nvidia.com/gpu.clique"  # a label that NVIDIA's GPU feature discovery sets
     """Node label whose value identifies the NVLink domain."""
     gpus_per_node: Annotated[WholeNumber, Field(ge=1, le=MOST_GPUS)] | None = None
-    """GPUs of one node. Null: 4 with profile `GB200`. With `Generic` a node has as many as a pod asks for, so a replica
-    is never larger than a node."""
+    """GPUs of one node. Null: 4 with profile `GB200`. With `Generic` a replica of up to 16 GPUs is then
+    one pod, whatever the nodes have. A replica that is larger than a node needs the number."""
     # The default is that of a GB200 NVL72: 18 compute trays.
     nodes_per_domain: NodeCount = 18
     """Nodes of one NVLink domain."""
@@ -295,8 +296,9 @@ class Scheduling(Section):
     priority_class_name: ObjectName | None = None
     """PriorityClass of all pods. Null: the cluster's default."""
     gang: Gang = Gang.AUTO
-    """Gang scheduler, which places the job's pods together or not at all. `Auto`: Kueue if queueName is set, else
-    none."""
+    """Gang scheduler of trainer and replicas. `Kueue` admits the trainer, and each replica, by itself. `KAI` places the
+    pods of one workload together. `Volcano` places the trainer and failurePolicy.minGenerationReplicas replicas
+    together or not at all. `Auto`: Kueue if queueName is set, else none."""
 
 
 class OnTrainerFailure(StrEnum):
@@ -305,10 +307,12 @@ class OnTrainerFailure(StrEnum):
 
 
 class FailurePolicy(Section):
-    """Reaction to the failure of a part of the job. The loss of a node does not count as a failure."""
+    """Reaction to the failure of a part of the job. The loss of a node does not count as a failure of the trainer where
+    JobSet is installed."""
 
     max_restarts: Annotated[NotNegative, ChangePolicy.SUSPENDED] = 3
-    """Restarts of the trainer. The job fails at the next failure after them."""
+    """Restarts of the trainer, and of the coordinator's container. The job fails at the next failure after them, and at
+    once after an error that its user must correct."""
     on_trainer_failure: Annotated[OnTrainerFailure, ChangePolicy.SUSPENDED] = OnTrainerFailure.RESTART
     """`RestartFromCheckpoint`: the trainer is restarted, and the steps since its checkpoint are replayed. `Fail`: the
     job fails."""

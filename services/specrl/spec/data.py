@@ -85,9 +85,10 @@ class HubSource(Section):
     name: Annotated[ShortText, Field(pattern=HUB_NAME_PATTERN)]
     """Name on the hub, such as openai/gsm8k."""
     config: ShortText | None = None
-    """Configuration (subset), as the data set's card names it. Null: its default one."""
+    """Configuration (subset), as the data set's card names it. Null: the card's default or only one. A card with
+    several and no default needs a name. Not read with `files`."""
     split: ShortText = "train"
-    """Split, such as train or test."""
+    """Split, such as train or test. With `files` only messages use it."""
     revision: ShortText | None = None
     """Branch, tag or commit. Null: the main branch."""
     files: Annotated[tuple[PathText, ...], Field(max_length=MOST_FILES)] = ()
@@ -215,7 +216,8 @@ class MathVerifier(Section):
 
 
 class ExactVerifier(Section):
-    """Compares final answers as text, ignoring white space and thousands separators."""
+    """Compares final answers as text. Runs of white space count as one space. Thousands separators, a currency sign,
+    delimiters of formulas and a final full stop are removed first."""
 
     answer_after: ShortText = "####"
     """The final answer is the first line after the last occurrence of this marker."""
@@ -298,8 +300,9 @@ class SandboxLimits(Section):
     wall_s: Positive
     """Wall seconds of one program."""
     memory_mib: Annotated[WholeNumber, Field(ge=64)] = 512
-    """Address space of each process, in MiB. One answer can use at most this times `processes`, and `scratchMib`, and
-    the kernel's buffers of 64 descriptors in each process: about 16 MiB. With `Landlock` it has one process."""
+    """Address space of each process, in MiB; at most memoryMib of the pool (rewardPool or tools.pool). One answer can
+    use at most this times `processes`, and `scratchMib`, and the kernel's buffers of 64 descriptors in each process:
+    about 16 MiB. With `Landlock` it has one process."""
     processes: Positive = 4
     """Most processes and threads at the same time. With `Landlock` there is one, whatever this says."""
     scratch_mib: Positive = 16
@@ -365,7 +368,7 @@ class VerifierSection(UnionSection):
     """The completion is JSON, or has it in a fenced block."""
     python: PythonVerifier | None = None
     """Calls your own function, `def grade(reference: str, completion: str) -> float`, in the pool's processes and
-    without a sandbox. If it has a parameter `row`, it gets the record's other columns and the prompt. If it raises, the
+    without a sandbox. If it has a parameter `row`, it gets all columns of the record and the prompt. If it raises, the
     reward is 0, and the error is counted. It should raise `specrl.rewards.Ungraded` for failures that no answer can
     cause (docs/rewards.md)."""
 
@@ -443,7 +446,7 @@ class ValidationSampling(Section):
     """How validation completions are sampled."""
 
     temperature: DecimalString = Field(default="0", validate_default=True)
-    """Sampling temperature. 0: greedy. topP and topK are those of generation.sampling."""
+    """Sampling temperature: 0, which is greedy, or from 0.01 to 2. topP and topK are those of generation.sampling."""
     samples_per_prompt: Positive = 1
     """Completions per problem. The mean reward is reported with its 95 % interval over problems. If all rewards are 0
     or 1, pass@k is reported, too, for k up to this number (docs/report.md)."""

@@ -28,7 +28,7 @@ class SamplingSpec(Section):
     """How training rollouts are sampled from the policy."""
 
     temperature: DecimalString = Field(default="1", validate_default=True)
-    """Sampling temperature, above 0. The trainer computes log-probabilities at the same temperature."""
+    """Sampling temperature, from 0.01 to 2. The trainer computes log-probabilities at the same temperature."""
     top_p: DecimalString = Field(default="1", validate_default=True)
     """Nucleus sampling, above 0 and at most 1: each token is drawn from the most likely tokens whose probabilities sum
     to at least this, after topK. 1: off. Below 1, a rollout carries the ids of these tokens, and all log-probabilities,
@@ -38,7 +38,7 @@ class SamplingSpec(Section):
     of these tokens."""
     max_tokens: Positive
     """Longest completion, in tokens. The end token and the outputs of tools count."""
-    stop: Annotated[tuple[ShortText, ...], Field(max_length=64)] = ()
+    stop: Annotated[tuple[Annotated[ShortText, Field(min_length=1)], ...], Field(max_length=64)] = ()
     """Strings that end a completion. They are not part of its text. A special token, such as `<|im_end|>`, must stand
     alone."""
     end_tokens: Annotated[tuple[ShortText, ...], Field(max_length=16)] = ()
@@ -72,8 +72,8 @@ class Eagle3(Section):
     revision: ShortText | None = None
     """As model.revision."""
     draft_vocab_size: Positive | None = None
-    """Size of the head's vocabulary: the most frequent tokens of the initialisation rollouts. Null: the policy's whole
-    vocabulary."""
+    """Size of a fresh head's vocabulary: the most frequent tokens of the initialisation rollouts. Null: the policy's
+    whole vocabulary. Not used with `path`: a head has its own."""
 
 
 class Ngram(Section):
@@ -91,7 +91,8 @@ class Suffix(Section):
     """Drafts what followed the same tokens in earlier completions of the replica. Needs no weights."""
 
     num_draft_tokens: Positive = 8
-    """k: most tokens drafted per verification. A draft is at most as long as the match that it was found by."""
+    """k: most tokens drafted per verification. A draft is at most as long as the match that it was found by, and
+    both together have at most 24 tokens. So more than 12 has no use."""
     cached_rollouts: Positive = 10000
     """Completions that are cached; the oldest is evicted first. One epoch needs prompts x group size."""
 
@@ -192,8 +193,9 @@ class Generation(Section):
     x (numDraftTokens + 1). More speeds up long prompts and needs more memory. Null: on GPUs 8192, or that product if it
     is larger. On CPUs prompts are never split, so that a step has room for model.maxLength tokens more."""
     kv_cache_mib: Positive | None = None
-    """Memory for the KV cache on each GPU, in MiB. Null: 256 on CPUs; on a GPU what gpuMemoryUtilization leaves; on one
-    that programs of a local run share, what the others leave, chosen when the run starts."""
+    """Memory for the KV cache on each GPU, in MiB. Null: 256 on CPUs; on a GPU what gpuMemoryUtilization leaves. On a
+    GPU that programs of a local run share, and without gpuMemoryUtilization: what the others leave, chosen when the run
+    starts."""
     kv_cache_dtype: KvCacheDtype = KvCacheDtype.AUTO
     """Precision of the KV cache. `Auto`: that of model.dtype. `Fp8`: one byte a number, so twice the tokens of bfloat16
     fit. Log-probabilities then differ more from the trainer's, so the canary's bounds may have to be raised."""
@@ -202,7 +204,7 @@ class Generation(Section):
     starts. vLLM gives the KV cache what weights and activations leave of it. Null: "0.92", or with kvCacheMib, what
     weights, activations and that cache need. CPUs ignore it."""
     attention_backend: Annotated[str | None, Field(pattern="^[A-Z][A-Z0-9_]*$", max_length=64)] = None
-    """vLLM's attention kernels, by vLLM's name, such as FLASH_ATTN or FLASHINFER. Null: vLLM chooses."""
+    """vLLM's attention kernels by its own names, such as FLASHINFER. Null: vLLM chooses. CPUs ignore it."""
     tensor_parallel: Positive = 1
     """Tensor parallel GPUs (or CPU processes) of one replica."""
     expert_parallel: bool = False
@@ -213,7 +215,7 @@ class Generation(Section):
     time or more at each start, and needs g++ and Python's headers. So null is false there if the run is long enough to
     be worth it, which follows from schedule, sampling.maxTokens and the policy's layers."""
     threads: Positive = 1
-    """CPU threads of one replica."""
+    """CPU threads of each of a replica's tensorParallel ranks."""
     gpus_per_replica: Annotated[WholeNumber, Field(ge=0, le=1024), OnCluster.ONLY] = 0
     """GPUs that one replica's pods request together on a cluster, at least tensorParallel. A replica with more GPUs
     than a node has takes whole nodes, one pod on each, and must have exactly tensorParallel GPUs. 0: only

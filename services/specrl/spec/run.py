@@ -207,9 +207,9 @@ class Telemetry(Section):
     log_level: LogLevel = LogLevel.INFO
     """Least severe level that is logged."""
     http_port: Port = 0
-    """Port of the coordinator's status page and metrics. 0: any free port."""
+    """Port of the coordinator's status page and metrics. 0: any free port. On a cluster it is always 8080."""
     grpc_port: Port = 0
-    """Port of the coordinator's gRPC server. 0: any free port."""
+    """Port of the coordinator's gRPC server. 0: any free port. On a cluster it is always 7000."""
     rollouts: Annotated[WholeNumber, Field(ge=0, le=64)] = 4
     """Rollouts of each step that are written to rollouts.jsonl in the run's folder, with prompt, completion and reward.
     They are of different prompts as far as possible. `specrl rollouts RUN` shows them. At 32 MiB the file becomes

@@ -103,7 +103,7 @@ class Optimizer(Section):
     """Number of the run's last steps over which the learning rate decays. Before them it is constant (warm-up, stable,
     decay). Null: all steps after the warm-up."""
     final_learning_rate: DecimalString = Field(default="0", validate_default=True)
-    """Learning rate at the end of the decay."""
+    """Learning rate at the end of the decay. No effect with decay `None`."""
     clip_norm: DecimalString = Field(default="1", validate_default=True)
     """Largest global gradient norm. Larger gradients are scaled down to it."""
     updates_per_step: Positive = 1
@@ -111,7 +111,8 @@ class Optimizer(Section):
     step's start differs from 1 and is clipped. Each update costs another forward and backward pass."""
     max_skipped_steps: NotNegative = 3
     """Most consecutive steps that are skipped because their gradients are not finite. One more ends the run. A skipped
-    step does not change the policy, and is reported. 0: the first such step ends the run."""
+    step makes neither that update nor later ones of the step; with updatesPerStep above 1 it keeps those before. It is
+    reported. 0: the first such step ends the run."""
 
 
 class Objective(StrEnum):
@@ -274,9 +275,10 @@ class Loss(Section):
     overlong: Overlong | None = None
     """Penalty on long rollouts. Null: no penalty."""
     without_signal: WithoutSignal = WithoutSignal.TRAIN
-    """Groups without signal: all rewards are equal, so all advantages are 0. `Train`: they are trained on, and count in
-    the normaliser. `LeaveOut`: they are not sent to the trainer, and the step's report names them (DAPO's dynamic
-    sampling, without sampling more prompts)."""
+    """Groups without signal: the verifier gave all their rollouts the same reward. Their advantages are 0, unless
+    `overlong` or `referenceKl.place: Reward` makes rewards differ afterwards. `Train`: they are trained on, and count
+    in the normaliser. `LeaveOut`: they are not sent to the trainer, whatever these two would add, and the step's report
+    names them (DAPO's dynamic sampling, without sampling more prompts)."""
 
 
 class DrafterInitialisation(Section):
@@ -292,11 +294,13 @@ class DrafterInitialisation(Section):
     samples_per_prompt: Positive = 1
     """Completions per prompt."""
     epochs: Positive = 12
-    """Most passes over the completions, for each number of prompts."""
+    """Most passes over the completions, for each number of prompts. Over them the learning rate falls linearly to a
+    tenth."""
     min_gain: DecimalString = Field(default="0.02", validate_default=True)
     """Smallest growth of the held-out acceptance length, in tokens per verification, that an epoch must bring. After an
-    epoch that brings less, the learning rate falls to a third; after the third such epoch, the training ends. Twice the
-    prompts must bring as much, too. "0": all `epochs` are trained."""
+    epoch that brings less, the learning rate is at most a third of its start, after a second one at most a tenth; after
+    the third, the training ends. Up to an acceptance length of 1.1, growth is not judged. Twice the prompts must bring
+    as much, too. "0": all `epochs` are trained."""
     budget_s: Positive | None = None
     """Most seconds of the whole initialisation; no epoch but the first begins later. The drafter then depends on the
     machine's speed. Null: no limit."""

@@ -75,8 +75,6 @@ class GenerationRoleStatus(RoleStatus):
     """Number of existing replicas."""
     ready_replicas: Count | None = None
     """Number of ready replicas."""
-    updated_replicas: Count | None = None
-    """Number of replicas with the newest pod template."""
     selector: Annotated[str, Field(max_length=2048)] | None = None
     """Label selector of one pod per replica, for the scale subresource and autoscalers."""
 
@@ -137,7 +135,8 @@ class RLJobStatus(Section):
     conditions: Annotated[tuple[Condition, ...], Field(max_length=32)] = ()
     """Conditions of the job, one of each type."""
     start_time: Timestamp | None = None
-    """When the job was accepted, or last resumed. Null while it is suspended."""
+    """When the job was accepted, or last resumed; with Kueue, when its first part was admitted. Deadlines count from
+    it. Null while the job is suspended or waits in a queue."""
     completion_time: Timestamp | None = None
     """When the job completed or failed."""
     restarts: Count | None = None

@@ -153,7 +153,8 @@ STORAGE = (
         cluster.Volume,
         "uri",
         "must end with @ and a commit of 40 digits, without claimName",
-        "`specrl fetch OWNER/NAME` prints the commit; every pod fetches for itself, and a branch may move in between",
+        "`specrl fetch OWNER/NAME`, with --data-set for data, prints the commit; every pod fetches for itself, and a "
+        "branch may move in between",
         lambda volume: (
             volume.uri is None
             or volume.claim_name is not None
@@ -342,7 +343,7 @@ PLACEMENT = (
         RunSpec,
         "generation.gpusPerReplica",
         "must be <= placement.gpusPerNode or a multiple of it",
-        "choose a number for which a replica takes a part of one node, or whole nodes",
+        "choose a part of one node, or whole nodes; set placement.gpusPerNode to the GPUs that a node has",
         lambda it: (
             it.generation.gpus_per_replica <= it.placement.node_gpus
             or it.generation.gpus_per_replica % it.placement.node_gpus == 0

@@ -16,6 +16,7 @@ from pydantic.alias_generators import to_camel
 from specrl.spec import store, trainer
 from specrl.spec.base import HUB_NAME_PATTERN, Section, UnionSection, is_hub_name, is_optional
 from specrl.spec.data import (
+    CodeVerifier,
     HubSource,
     PromptFormat,
     Prompts,
@@ -125,6 +126,7 @@ def _require_range(section: type[Section], fields: Sequence[str], bounds: str, r
 
 _POSITIVE = ("> 0", "give a positive decimal")
 _NOT_NEGATIVE = (">= 0", "give 0 or a positive decimal")
+_LOWER_MEMORY = "lower it, or raise the pool's"
 DECIMALS = (
     *_require_range(trainer.Optimizer, ["learning_rate", "epsilon", "clip_norm"], *_POSITIVE),
     *_require_range(trainer.Muon, ["learning_rate"], *_POSITIVE),
@@ -144,7 +146,14 @@ DECIMALS = (
     *_require_range(trainer.RolloutMask, ["max_divergence"], *_NOT_NEGATIVE),
     *_require_range(trainer.ReferenceKl, ["coefficient"], *_POSITIVE),
     *_require_range(trainer.Overlong, ["penalty"], *_POSITIVE),
-    *_require_range(ValidationSampling, ["temperature"], *_NOT_NEGATIVE),
+    Rule(
+        ValidationSampling,
+        "temperature",
+        "must be 0, or >= 0.01 and <= 2",
+        'use "0" for greedy completions; engines take no others',
+        lambda it: it.temperature == 0 or _LOWEST_TEMPERATURE <= it.temperature <= _HIGHEST_TEMPERATURE,
+        "double(self.temperature) == 0.0 || (double(self.temperature) >= 0.01 && double(self.temperature) <= 2.0)",
+    ),
 )
 
 ENGINE = (
@@ -176,16 +185,20 @@ ENGINE = (
 )
 
 
+# vLLM's limits. It raises lower temperatures to the first without an error.
+_LOWEST_TEMPERATURE = Decimal("0.01")
+_HIGHEST_TEMPERATURE = Decimal(2)
+
 # The trainer computes log-probabilities of the distribution that was sampled from: at its temperature, and over the
 # tokens that top-p and top-k left.
 SAMPLING = (
     Rule(
         SamplingSpec,
         "temperature",
-        "must be > 0",
-        'use "1"; greedy rollouts of one prompt are all equal, so that all advantages are 0',
-        lambda it: it.temperature > 0,
-        "double(self.temperature) > 0.0",
+        "must be >= 0.01 and <= 2",
+        'use "1"; engines take no others, and greedy rollouts of one prompt are all equal, so all advantages are 0',
+        lambda it: _LOWEST_TEMPERATURE <= it.temperature <= _HIGHEST_TEMPERATURE,
+        "double(self.temperature) >= 0.01 && double(self.temperature) <= 2.0",
     ),
     Rule(
         SamplingSpec,
@@ -277,14 +290,24 @@ def _write_draft_tokens_cel() -> str:
 def _list_stop_overlaps(spec: RunSpec) -> list[str]:
     # If one contains the other, the engine would stop at the wrong one, and the call's end would be missed.
     end = spec.tools.call_end if spec.tools is not None else ""
-    stops = [stop for stop in spec.generation.sampling.stop if end and stop and (stop in end or end in stop)]
+    stops = [stop for stop in spec.generation.sampling.stop if end and (stop in end or end in stop)]
     return [f"{end!r} and stop {stop!r}" for stop in stops]
+
+
+def _list_code_terms(spec: RunSpec) -> list[CodeVerifier]:
+    """List the verifiers `code` in a sum."""
+    terms = spec.rewards.sum.terms if spec.rewards.sum is not None else ()
+    return [term.verifier.code for term in terms if term.verifier.code is not None]
 
 
 def _find_longest_wall_s(spec: RunSpec) -> int:
     """Return the longest wallS of the verifiers `code` in a sum; 0 without any."""
-    terms = spec.rewards.sum.terms if spec.rewards.sum is not None else ()
-    return max((term.verifier.code.wall_s for term in terms if term.verifier.code is not None), default=0)
+    return max((code.wall_s for code in _list_code_terms(spec)), default=0)
+
+
+def _find_largest_memory_mib(spec: RunSpec) -> int:
+    """Return the largest memoryMib of the verifiers `code` in a sum; 0 without any."""
+    return max((code.memory_mib for code in _list_code_terms(spec)), default=0)
 
 
 def _list_unknown_sources(spec: RunSpec) -> list[str]:
@@ -426,6 +449,18 @@ BETWEEN_SECTIONS = (
         "self.rewardPool.timeoutS > term.verifier.code.wallS)",
         lambda spec: f"{spec.reward_pool.timeout_s} <= {_find_longest_wall_s(spec)}",
     ),
+    # A program's process is a child of the pool's worker, whose limit it cannot raise.
+    compare_fields(RunSpec, "rewards.code.memoryMib", "<=", "rewardPool.memoryMib", _LOWER_MEMORY),
+    Rule(
+        RunSpec,
+        "rewardPool.memoryMib",
+        "must be >= memoryMib of every verifier code in rewards.sum.terms",
+        "raise it, or lower the verifier's",
+        lambda spec: spec.reward_pool.memory_mib >= _find_largest_memory_mib(spec),
+        "!has(self.rewards.sum) || self.rewards.sum.terms.all(term, !has(term.verifier.code) || "
+        "self.rewardPool.memoryMib >= term.verifier.code.memoryMib)",
+        lambda spec: f"{spec.reward_pool.memory_mib} < {_find_largest_memory_mib(spec)}",
+    ),
     Rule(
         RunSpec,
         "rewards.sum.terms",
@@ -441,8 +476,7 @@ BETWEEN_SECTIONS = (
         "must not be part of a stop string or contain one",
         "remove the string from generation.sampling.stop; callEnd is a stop string already",
         lambda spec: not _list_stop_overlaps(spec),
-        # Every text contains the empty one, so an empty stop string is left out.
-        "!has(self.tools) || self.generation.sampling.stop.all(stop, stop == '' || "
+        "!has(self.tools) || self.generation.sampling.stop.all(stop, "
         "!(stop.contains(self.tools.callEnd) || self.tools.callEnd.contains(stop)))",
         lambda spec: _list_stop_overlaps(spec)[0],
     ),
@@ -561,8 +595,9 @@ WITHIN_SECTIONS = (
         "!self.callStart.contains(self.callEnd)",
         lambda it: f"{it.call_end!r} in {it.call_start!r}",
     ),
-    # As for rewardPool.timeoutS.
+    # As for rewardPool.timeoutS and memoryMib.
     compare_fields(RunSpec, "tools.pool.timeoutS", ">", "tools.answeredBy.code.wallS", "raise it, or lower wallS"),
+    compare_fields(RunSpec, "tools.answeredBy.code.memoryMib", "<=", "tools.pool.memoryMib", _LOWER_MEMORY),
     Rule(
         Mlflow,
         "trackingUri",
@@ -583,7 +618,8 @@ TRAINING = (
         trainer.Loss,
         "correction.method",
         "must be None if ratioTo is Sampler",
-        "leave one of them out; the ratio to the sampler contains the importance weight already",
+        "set correction: {method: None}, or leave ratioTo out; the ratio to the sampler contains the importance weight "
+        "already",
         lambda it: it.ratio_to is not RatioTo.SAMPLER or it.correction.method is CorrectionMethod.NONE,
         "self.ratioTo != 'Sampler' || self.correction.method == 'None'",
     ),
