@@ -58,11 +58,13 @@ def _derive(plan: JobPlan, role: str) -> tuple[Object, Object]:
     # Without a claim, checkpoints are in the pod's own folder.
     scratch = 20 * GIB if spec.checkpoint.claim_name is not None else 200 * GIB
     if role == COORDINATOR:
-        workers = spec.reward_pool.workers
-        # A verifier's address space is limited to memoryMib, and few come near it.
+        pools = [spec.reward_pool, *([spec.tools.pool] if spec.tools is not None else [])]
+        workers = sum(pool.workers for pool in pools)
+        # A worker's address space is limited to memoryMib, and few come near it.
+        most_mib = sum(pool.memory_mib * pool.workers for pool in pools)
         return (
             _quantities(250 + 100 * workers, 512 * MIB + 128 * MIB * workers, GIB),
-            _quantities(2000 + 1000 * workers, 8 * GIB + spec.reward_pool.memory_mib * MIB * workers, scratch),
+            _quantities(2000 + 1000 * workers, 8 * GIB + most_mib * MIB, scratch),
         )
     gpus = plan.shape_of(role).gpus_per_pod
     if gpus:

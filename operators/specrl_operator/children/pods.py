@@ -307,8 +307,6 @@ def _build_pod(plan: JobPlan, role: str, container: Object, grace_s: int) -> Obj
     container["volumeMounts"] = mounts
     spec = _build_pod_spec(plan, container, grace_s) | {"volumes": volumes}
     mount_volumes(spec, plan, role)
-    if job.spec.scheduling.priority_class_name is not None:
-        spec["priorityClassName"] = job.spec.scheduling.priority_class_name
     cache = job.spec.cache_claim_name
     if cache is not None and role in (TRAINER, GENERATION):
         mount_claim(spec, cache, CACHE_FOLDER, "cache")
@@ -340,6 +338,8 @@ def _build_pod_spec(plan: JobPlan, container: Object, grace_s: int) -> Object:
         },
         "containers": [container],
     }
+    if plan.job.spec.scheduling.priority_class_name is not None:
+        spec["priorityClassName"] = plan.job.spec.scheduling.priority_class_name
     if plan.settings.pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in plan.settings.pull_secrets]
     return spec

@@ -762,6 +762,28 @@ def test_autoscalers_of_nodes_leave_every_pod_in_place_unless_its_template_says_
             assert notes.get("karpenter.sh/do-not-disrupt") == (None if is_replica else "true")
 
 
+def test_every_pod_has_the_jobs_priority() -> None:
+    """The store's pod had none. Its preemption stops the run as that of any other."""
+    found = {}
+    for item in children_of(a_job({"scheduling": {"priorityClassName": "high"}}), ClusterFacts()):
+        if "template" in item.get("spec", {}) or JOB_SET.is_kind_of(item):
+            (template,) = list_pod_templates(item)
+            found[template["metadata"]["labels"][COMPONENT_LABEL]] = template["spec"].get("priorityClassName")
+    assert found == dict.fromkeys((COORDINATOR, TRAINER, GENERATION, STORE), "high")
+
+
+def test_a_coordinator_has_room_for_the_workers_of_its_tools() -> None:
+    """Only those of the reward pool were counted, so 16 workers of a tool had one CPU."""
+    tools = {"answeredBy": {"python": {"function": "mine:answer"}}, "maxOutputTokens": 4}
+    limits = []
+    for workers in (1, 16):
+        job = a_job({"tools": tools | {"pool": {"workers": workers, "memoryMib": 1024}}})
+        (template,) = list_pod_templates(find(children_of(job, ClusterFacts()), DEPLOYMENT, COORDINATOR))
+        limits.append(template["spec"]["containers"][0]["resources"]["limits"])
+    assert [int(it["cpu"]) for it in limits] == [2 + 1 + 1, 2 + 1 + 16]
+    assert [it["memory"] for it in limits] == ["13Gi", "28Gi"]
+
+
 def test_every_pod_but_the_stores_may_be_replaced_before_a_lost_node_answers() -> None:
     """H2. Two servers must not write to one volume."""
     found = {}
