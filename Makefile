@@ -188,7 +188,7 @@ images: setup ## build control, generation and trainer images; ENGINES=cpu|gpu; 
 chart: setup ## pack the Helm chart into an OCI layout (docs/release.md)
 	PATH="$$(dirname "$$($(BIN)/python tests/e2e/binaries.py helm)"):$$PATH" $(BIN)/python -m tools.images chart
 
-RUN ?= $(lastword $(sort $(wildcard runs/demo-[0-9]*)))
+RUN ?= $(lastword $(shell ls -d runs/demo-[0-9]* 2>/dev/null | sort -V))
 
 bench: setup ## speed of rollouts by kind of speculation, on a finished run: RUN=runs/demo-1 (default: the last demo)
 	@test -n "$(RUN)" || { echo "no finished run; make demo first, or name one: make bench RUN=runs/demo-1"; exit 1; }

@@ -56,6 +56,8 @@ async def measure(arguments: argparse.Namespace, console: Console) -> None:
     check_batches(spec, arguments.batches)
     policy = run / "export" / "policy"
     drafter = run / "export" / "drafter"
+    if drafter.is_dir() and not policy.is_dir():  # a run that only initialised a drafter exports no policy
+        policy = Path(spec.model.path)
     with Progress(console=console, disable=not console.is_terminal) as bar:
         progress = show_on_bar(bar)
         engines = await start_engines(spec, arguments.mechanisms, str(policy), str(drafter), progress)

@@ -52,7 +52,7 @@ def run(  # noqa: PLR0913 - one argument per option of the command
     resume: folder or name of a run to resume. Exactly one of `file` and `resume` is given.
     overrides: fields by path (`{"schedule.steps": 50}`), or as --set takes them (`["schedule.steps=50"]`).
     checkpoint: with `file`, a checkpoint of another run to start from. runs: the folder that holds the runs.
-    quiet: print nothing. Otherwise it prints what the command prints.
+    quiet: print nothing. Otherwise it prints the progress, as the command does.
 
     It blocks, and must be called in the main thread. Ctrl-C saves the run, as with the command.
 

@@ -6,13 +6,15 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from specrl.errors import SpecrlError
+from specrl.errors import RunInvalid, SpecrlError
 from specrl.formats.reports import Phase, RunSummary, StatusReport
 from specrl.formats.saved_steps import describe_saved
 from specrl.launcher.launch import LaunchResult
@@ -38,6 +40,27 @@ class ErrorReportingGroup(TyperGroup):
         except KeyboardInterrupt as interrupt:
             print_error("interrupted; all of its processes have ended")
             raise typer.Exit(INTERRUPTED_CODE) from interrupt
+
+
+def confirm_deletion(question: str) -> None:
+    """Ask on the terminal. Raises typer.Exit with code 1 unless the answer is yes, also where nobody can answer."""
+    try:
+        typer.confirm(question, abort=True)
+    except typer.Abort as refused:
+        print_error("not confirmed, so nothing was deleted; answer y, or pass --yes")
+        raise typer.Exit(FAILED_CODE) from refused
+
+
+@contextmanager
+def report_unwritable(option: str, path: Path) -> Iterator[None]:
+    """Raise RunInvalid for an OSError of writing to the path that an option names."""
+    try:
+        yield
+    except OSError as error:
+        raise RunInvalid(
+            f"{option} must be a place that can be written to, got {path}: {error.strerror or error}; name another, or "
+            "free some space"
+        ) from error
 
 
 def print_error(message: str) -> None:

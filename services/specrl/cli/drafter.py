@@ -105,7 +105,8 @@ def export_drafter(
     format: Annotated[Format, typer.Option(help="Layout to write.")],
     out: Out,
     policy: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of its policy; speculators names it as the verifier.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of its policy; required by speculators."),
     ] = None,
 ) -> None:
     """Write a drafter in the layout of the speculators library, or in that of the EAGLE authors and SpecForge."""
@@ -161,10 +162,11 @@ def require_initialisation(directory: RunDirectory) -> RunDirectory:
 def copy_atomically(source: Path, out: Path, start: DrafterInitReport | None) -> None:
     """Copy a drafter and its acceptance to a free name. It appears there complete or not at all. Raises RunInvalid."""
     out = out.absolute()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # Beside its final name, since a rename is atomic only within one file system.
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    unfinished: Path | None = None
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # Beside its final name, since a rename is atomic only within one file system.
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
         shutil.copytree(source, unfinished, dirs_exist_ok=True)
         if start is not None:
             acceptance = json.dumps(start.model_dump(by_alias=True), indent=2)
@@ -174,4 +176,5 @@ def copy_atomically(source: Path, out: Path, start: DrafterInitReport | None) ->
     except OSError as error:
         raise RunInvalid(f"writing the drafter to {out} failed: {error}; the run keeps it in {source}") from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)  # does nothing after a successful rename
+        if unfinished is not None:
+            shutil.rmtree(unfinished, ignore_errors=True)  # does nothing after a successful rename

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from specrl.cli.command_exit import report_unwritable
 from specrl.cli.options import refuse_existing
 from specrl.errors import DatasetInvalid, RunInvalid
 from specrl.files import write_text
@@ -102,7 +103,8 @@ def write_run_file(  # noqa: PLR0913, PLR0917 - one argument per option
     fields = FieldMapping(question=asked, answer=choose_column("--answer", answer, answers, columns))
     problems = open_problem_source(build_source(given, fields))
     text = render_run_file(describe_data(folder, given, fields, problems), name)
-    write_text(out, text)
+    with report_unwritable("--out", out):
+        write_text(out, text)
     load_spec(out)  # a file that this version would refuse is a bug here
     left_out = f", {len(problems.skipped)} records left out" if problems.skipped else ""
     typer.echo(f"{out}: {len(problems)} problems{left_out}; see what it says, then")

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from specrl.cli.command_exit import report_unwritable
 from specrl.cli.options import AsJson, Overrides
 from specrl.errors import RunInvalid
 from specrl.spec import load_spec
@@ -46,7 +47,8 @@ ClusterFile = Annotated[
     typer.Option("--cluster", metavar="FILE", help="YAML with gpu, gpus, usdPerGpuHour, for run files and RLJobs."),
 ]
 Out = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Also write Markdown, HTML, JSON and figures to DIR.")
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="Also write a report and JSON to DIR; simulate adds figures."),
 ]
 
 
@@ -64,11 +66,13 @@ def print_simulation(  # noqa: PLR0913, PLR0917 - one parameter for each option
     from specrl.simulator.simulate import simulate_scenario as simulated
 
     scenario, measured, _ = _read_scenario(source, overrides, calibration, cluster)
+    _make_folder(out)
     # Twice: with speculation and without.
     with _progress_bar("simulating", 2 * scenario.schedule.steps) as advance:
         outcome = simulated(scenario, measured, lambda _: advance())
     if out is not None:
-        _write_outcome(out, outcome, measured)
+        with report_unwritable("--out", out):
+            _write_outcome(out, outcome, measured)
     if as_json:
         typer.echo(json.dumps(outcome.as_json()))
         return
@@ -95,20 +99,28 @@ def print_plan(  # noqa: PLR0913, PLR0917 - the same
     from specrl.simulator.search import find_best_layout
 
     scenario, measured, is_run = _read_scenario(source, overrides, calibration, cluster)
+    _make_folder(out)
     with _progress_bar("searching", None) as advance:
         advice = find_best_layout(scenario, measured, max_lag, lambda _, total: advance(total), can_colocate=not is_run)
     title = f"{scenario.name}, planned"
     table = tables.advice_table(advice)
     told = tables.advice_sentences(advice)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "plan.md").write_text(tables.render_markdown(title, scenario.about, table, told), encoding="utf-8")
-        (out / "plan.html").write_text(tables.render_html(title, scenario.about, table, told), encoding="utf-8")
-        (out / "plan.json").write_text(json.dumps(advice.as_json(), indent=1) + "\n", encoding="utf-8")
+        with report_unwritable("--out", out):
+            (out / "plan.md").write_text(tables.render_markdown(title, scenario.about, table, told), encoding="utf-8")
+            (out / "plan.html").write_text(tables.render_html(title, scenario.about, table, told), encoding="utf-8")
+            (out / "plan.json").write_text(json.dumps(advice.as_json(), indent=1) + "\n", encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(advice.as_json()))
         return
     _print_table(title, table, told)
+
+
+def _make_folder(out: Path | None) -> None:
+    """Make the folder of --out before the computation, whose result would otherwise be lost. Raises RunInvalid."""
+    if out is not None:
+        with report_unwritable("--out", out):
+            out.mkdir(parents=True, exist_ok=True)
 
 
 def _require_plan_extra() -> None:
@@ -164,7 +176,6 @@ def _write_outcome(out: Path, outcome: Any, measured: RunCalibration | None) -> 
         "acceptance.svg": figures.draw_heatmap(over_k),
         "split.svg": figures.draw_heatmap(over_lag),
     }
-    out.mkdir(parents=True, exist_ok=True)
     for name, figure in drawn.items():
         (out / name).write_text(figure, encoding="utf-8")
     title = f"{scenario.name}, predicted"

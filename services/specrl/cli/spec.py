@@ -22,7 +22,7 @@ def check_run_file(
     file: File,
     overrides: Overrides = [],  # noqa: B006 - typer copies it
     preflight: Annotated[
-        bool, typer.Option("--preflight", help="Also check models, data and this machine, as `specrl run` does.")
+        bool, typer.Option("--preflight", help="Also check models, data, memory and ports, as `specrl run` does.")
     ] = False,
 ) -> None:
     """Check a run file and list all malformed fields, or all broken rules. Starts nothing."""

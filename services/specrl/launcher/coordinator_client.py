@@ -80,11 +80,16 @@ def request_run_action(
     path: of the REST API, as in `/pause`. Raises RunInvalid when the run is not running, when its coordinator does not
     answer, or when it refuses the action.
     """
-    address = read_http_address(directory)
-    if not directory.has_launcher() or address is None:
+    if not directory.has_launcher():
         raise RunInvalid(
             f"RUN must be an active run, got {directory.path}, which is not running; "
             f"resume it with `specrl run --resume {directory.path}`"
+        )
+    address = read_http_address(directory)
+    if address is None:
+        raise RunInvalid(
+            f"RUN must have a coordinator that has started, got {directory.path}, which is still starting; "
+            f"see {directory.logs_folder}, then try again"
         )
     try:
         token = run_token.read_token(directory.path)

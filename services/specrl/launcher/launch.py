@@ -124,6 +124,8 @@ def resume_run(
             preflight.check_finished_run(spec, directory.path, _continuing_command(directory))
             view.show_message(f"run {directory.name} finished at step {finished.step}, so there is nothing to resume")
             return LaunchResult(directory, RunOutcome(RunEnd.FINISHED, status=finished))
+        with directory.report_unwritable():
+            directory.endpoints_file.unlink(missing_ok=True)  # of the launch before, whose ports nobody serves
         if opened := directory.make_private():
             view.show_message(opened)
         ready = _run_preflight(spec, directory.path, view)  # may fetch into a cache that users share

@@ -177,6 +177,8 @@ class LocalRun:
 
 def describe_stopping(status: StatusReport | None) -> str:
     """Say what a stop waits for. status: the last one before the stop; None: the coordinator gave none."""
+    if status is not None and status.phase is Phase.FINISHED:
+        return "stopping: the run has finished, and its results are saved"
     if status is not None and status.phase is Phase.TRAINING:
         return "stopping: the trainer finishes its step, however long that takes, and writes a checkpoint"
     return "stopping: no step has begun since the start"

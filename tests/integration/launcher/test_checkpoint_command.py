@@ -83,7 +83,9 @@ def test_list_shows_why_each_checkpoint_is_kept(run: Path) -> None:
 
 
 def test_prune_keeps_the_newest_and_the_milestones_and_asks_for_confirmation(run: Path) -> None:
-    assert specrl_command("prune", str(run)).exit_code == 1, "nobody has said yes"
+    unanswered = specrl_command("prune", str(run))
+    assert unanswered.exit_code == 1
+    assert "not confirmed, so nothing was deleted; answer y, or pass --yes" in unanswered.stderr
     assert steps_left(run) == list(STEPS)
     assert "2 of 5 checkpoints will be deleted: steps 2, 6" in specrl_command("prune", str(run), "--yes").stdout
     assert steps_left(run) == [4, 8, 10]
@@ -93,6 +95,13 @@ def test_prune_keeps_the_newest_and_the_milestones_and_asks_for_confirmation(run
         refused = specrl_command("prune", str(run), "--yes")
     assert refused.exit_code == 2
     assert "another launcher" in refused.stderr
+
+
+def test_a_run_without_a_complete_checkpoint_is_not_intact(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    result = specrl_command("verify", str(run))
+    assert result.exit_code == 2
+    assert "must have a complete checkpoint, got none" in result.stderr
 
 
 def test_verify_names_truncated_altered_and_missing_files(run: Path) -> None:

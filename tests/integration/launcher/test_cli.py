@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -30,6 +31,7 @@ from typer.testing import CliRunner, Result
 import specrl
 from specrl.cli import app, demo, drafter
 from specrl.cli.command_exit import describe_stop
+from specrl.cli.drafter import copy_atomically
 from specrl.coordinator.ledger import SqliteStore
 from specrl.coordinator.ledger.continuation import place_of_checkpoint
 from specrl.coordinator.ledger.run_inputs import collect_inputs
@@ -772,6 +774,46 @@ def test_status_before_the_first_phase_is_refused(directory: RunDirectory) -> No
     result = specrl_command("status")
     assert result.exit_code == 2
     assert "never started" in result.stderr
+
+
+def test_status_of_a_run_that_failed_before_its_first_phase_says_why(directory: RunDirectory) -> None:
+    """It said that the run never started, though --json had the reason."""
+    directory.outcome_file.write_text(json.dumps({"exitCode": 2, "error": "the port is taken"}))
+    result = specrl_command("status")
+    assert result.exit_code == 0, result.output
+    assert "the port is taken" in result.stdout
+
+
+def test_ctrl_c_ends_the_watching_and_not_the_run(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said that all processes have ended. A run that starts was not watched at all."""
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    with directory.lock():
+        monkeypatch.setattr(time, "sleep", interrupt)
+        result = specrl_command("status", "--watch")
+    assert result.exit_code == 130
+    assert "no longer watching; the run goes on" in result.stderr
+    assert "give either --watch or --json" in specrl_command("status", "--watch", "--json").stderr
+
+
+def test_a_place_that_cannot_be_written_to_is_refused(place: Path) -> None:
+    """Each ended with a traceback."""
+    (place / "file").touch()
+    (place / "data.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    a_model_folder(place / "model")
+    commands = [
+        ("init", "--model", "model", "--data", "data.jsonl", "--out", "/proc/run.yaml"),
+        ("simulate", "paper-8b-zero-sync", "--out", "file"),
+        ("plan", "paper-8b-zero-sync", "--out", "file"),
+    ]
+    for command in commands:
+        result = specrl_command(*command)
+        assert result.exit_code == 2, result.output
+        assert "--out must be a place that can be written to, got " in result.stderr
+    with pytest.raises(RunInvalid, match="the run keeps it in model"):
+        copy_atomically(Path("model"), Path("file/drafter"), None)
 
 
 def test_status_without_runs_is_refused() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx2
+import pytest
 
-from specrl.launcher.coordinator_client import CoordinatorReports
+from specrl.errors import RunInvalid
+from specrl.launcher.coordinator_client import CoordinatorReports, request_run_action
 from specrl.launcher.run_directory import RunDirectory
 from specrl.launcher.stored_reports import read_http_address, read_stored_status, read_stored_steps
 
@@ -45,6 +47,15 @@ def test_an_answer_from_another_kind_of_server_is_none() -> None:
         with answering(code, text) as reports:
             assert reports.fetch_status() is None
             assert reports.fetch_steps(0) == []
+
+
+def test_a_run_that_starts_is_not_said_to_be_over(tmp_path: Path) -> None:
+    """Its user was told to resume it, which was then refused because a launcher runs it."""
+    directory = RunDirectory(tmp_path)
+    with directory.lock(), pytest.raises(RunInvalid, match=r"which is still starting; see .*logs, then try again"):
+        request_run_action(directory, "POST", "/pause")
+    with pytest.raises(RunInvalid, match="which is not running; resume it with"):
+        request_run_action(directory, "POST", "/pause")
 
 
 def test_address_may_be_a_url() -> None:

@@ -179,7 +179,10 @@ def test_the_live_area_does_not_say_the_phase_twice() -> None:
     assert "stopped  stopped" not in text
 
 
-@pytest.mark.parametrize(("phase", "said"), [("waiting", "no step has begun"), ("training", "finishes its step")])
+@pytest.mark.parametrize(
+    ("phase", "said"),
+    [("waiting", "no step has begun"), ("training", "finishes its step"), ("finished", "has finished")],
+)
 def test_a_stop_names_a_running_step_only_if_the_run_trains(phase: str, said: str) -> None:
     """Ctrl-C during the start said that the trainer finishes its step."""
     assert said in describe_stopping(a_status(phase=phase))
@@ -255,6 +258,20 @@ def test_the_summary_has_each_reward() -> None:
     lines = dict(summary_lines(a_finished_status(firstRewards={"tags": 0.25}, lastRewards={"tags": 0.75, "late": 1})))
     assert lines["reward tags"] == "0.250 -> 0.750 (+0.500)"
     assert lines["reward late"] == "1.000 (measured once, so no comparison)"
+
+
+def test_a_validation_is_shown_whole_and_without_control_characters() -> None:
+    """It was cut at the terminal's width, with the reasons of failed answers at its end."""
+    console = a_console(width=80)
+    view = LiveView(console)
+    failures = {"KeyError\x1b[31m at my_rewards.py:12": 4}
+    report = {"policyVersion": 3, "reward": 0.5, "problems": 64, "seconds": 1.0, "answers": 64, "failures": failures}
+    view.show_validation(ValidationReport.model_validate(report))
+    view.close()
+    text = " ".join(console.export_text().split())
+    assert "4 failed: KeyError" in text
+    assert "at my_rewards.py:12" in text
+    assert "\x1b[31m" not in text
 
 
 def show_a_run(view: View) -> None:

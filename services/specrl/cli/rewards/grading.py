@@ -2,9 +2,9 @@
 
     a thread reads lines -> one task per line asks the pool -> verdicts are shown in order
 
-Waiting: the reading thread waits for room, since at most `AHEAD` lines are between reading and showing. A task waits
-for one of the pool's workers, whose answers are bounded in time (rewards/workers.py). Reading has a thread because
-stdin may block for any length of time. Called by `cli.rewards.command`.
+Waiting: the reading thread waits for room, since at most `MAX_LINES_AHEAD` lines are between reading and showing. A
+task waits for one of the pool's workers, whose answers are bounded in time (rewards/workers.py). Reading has a thread
+because stdin may block for any length of time. Called by `cli.rewards.command`.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class VerdictTally:
         self.ungraded: Counter[str] = Counter()
         """Problems by broken rule, without the value that broke it."""
         self.failures: list[str] = []
-        """The first `SHOWN` lines without a verdict, each with its reason."""
+        """The first `MAX_SHOWN_FAILURES` lines without a verdict, each with its reason."""
 
     def add(self, graded: GradedLine) -> None:
         """Count a verdict."""

@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from specrl.cli.command_exit import FAILED_CODE, INTERRUPTED_CODE, print_error, run_module
+from specrl.cli.command_exit import FAILED_CODE, INTERRUPTED_CODE, confirm_deletion, print_error, run_module
 from specrl.cli.options import RUNS, AsJson, RunOrNewest, Runs, refuse_existing
 from specrl.cli.runs.control import print_run_state
 from specrl.errors import CheckpointInvalid, RunInvalid
@@ -56,7 +56,7 @@ def save_checkpoint(
     """Request a checkpoint of an active run, and wait until it is complete.
 
     It is written at the next boundary between two steps. Ctrl-C ends the waiting; the request stays. Exit code 1 when
-    the checkpoint could not be written, or when the run ended first.
+    the checkpoint could not be written, or when the run ended without one.
     """
     directory = run_directory.find_run(run, runs)
     requested = request_run_action(directory, "POST", "/checkpoint")
@@ -86,7 +86,8 @@ def _wait_for_checkpoint(directory: RunDirectory, requested: StatusReport) -> No
     if not directory.has_launcher():  # a run that is stopped writes a last checkpoint
         status = read_run_state(directory)
     has_failed = status.counters.get(FAILURES, 0) > requested.counters.get(FAILURES, 0)
-    if has_failed or status.checkpoint_step < requested.step:
+    is_missing = status.checkpoint_step < requested.step or not checkpoints.list_complete(directory.path)
+    if has_failed or is_missing:
         print_error(f"the checkpoint could not be written; see {directory.logs_folder}, then try again")
         raise typer.Exit(FAILED_CODE)
     typer.echo(f"checkpoint of step {status.checkpoint_step} is complete")
@@ -125,6 +126,10 @@ def verify_checkpoints(run: RunOrNewest = None, runs: Runs = RUNS, step: Step = 
     """
     directory = run_directory.find_run(run, runs)
     chosen = checkpoints.list_complete(directory.path) if step is None else [(step, _find_checkpoint(directory, step))]
+    if not chosen:
+        raise RunInvalid(
+            f"RUN must have a complete checkpoint, got none in {directory.path}; see `specrl status` for what it does"
+        )
     found = {number: _find_damages(path) for number, path in chosen}
     if as_json:
         verdicts = [CheckpointVerdict(step=number, damages=damages) for number, damages in found.items()]
@@ -198,7 +203,7 @@ def prune_checkpoints(
         going_steps = ", ".join(map(str, going))
         typer.echo(f"{directory.name}: {len(going)} of {len(steps)} checkpoints will be deleted: steps {going_steps}")
         if not is_sure:
-            typer.confirm("delete them?", abort=True)
+            confirm_deletion("delete them?")
         checkpoints.prune_superseded(directory.path, keeping)
     typer.echo(f"{len(going)} checkpoints deleted")
 

@@ -49,7 +49,7 @@ def start_or_resume(  # noqa: PLR0913, PLR0917 - one argument per option
         raise typer.BadParameter("--checkpoint DIR needs FILE; --resume RUN uses the run's own checkpoints")
     if dry_run:
         if file is None:
-            raise typer.BadParameter("--dry-run needs FILE; `specrl status RUN` shows what a run would resume from")
+            raise typer.BadParameter("--dry-run needs FILE; `specrl checkpoint list RUN` shows what a run resumes from")
         show_plan(preflight.load_run(file, overrides), runs, checkpoint)
         return
     view = choose_view(Console(), plain)

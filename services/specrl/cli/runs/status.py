@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
+from specrl.cli.command_exit import INTERRUPTED_CODE, print_error
 from specrl.cli.options import RUNS, AsJson, RunOrNewest, Runs
 from specrl.errors import RunInvalid
 from specrl.formats.reports import Phase, StatusReport, StepReport, list_reward_names
@@ -16,7 +18,7 @@ from specrl.launcher.coordinator_client import CoordinatorReports
 from specrl.launcher.run_directory import RunDirectory
 from specrl.launcher.run_state import read_run_state
 from specrl.launcher.stored_reports import read_http_address, read_stored_steps
-from specrl.launcher.terminal.rows import StepTable, step_notices
+from specrl.launcher.terminal.rows import StepTable, make_printable, step_notices
 from specrl.launcher.terminal.run_follower import RunFollower
 from specrl.launcher.terminal.view import View, choose_view, describe_page, live_area, summary_panel
 from specrl.rpc.run_token import find_token
@@ -36,15 +38,21 @@ def show_run_status(
     For an active run, the figures come from its coordinator; otherwise from its folder. docs/scripting.md explains the
     fields of --json, which a run has from its first second on.
     """
+    if watch and as_json:
+        raise typer.BadParameter("give either --watch or --json")
     directory = run_directory.find_run(run, runs)
-    if watch and not as_json:
-        watch_run(directory, choose_view(Console(), is_plain=False), steps)
+    if watch:
+        try:
+            watch_run(directory, choose_view(Console(), is_plain=False), steps)
+        except KeyboardInterrupt as interrupt:
+            print_error("no longer watching; the run goes on")
+            raise typer.Exit(INTERRUPTED_CODE) from interrupt
     live, reports = read_run_status(directory, directory.has_launcher(), 0 if as_json else steps)
     found = read_run_state(directory, live)
     if as_json:
         typer.echo(found.model_dump_json(by_alias=True, indent=2))
         return
-    if live is None and not directory.status_file.exists():
+    if live is None and not directory.status_file.exists() and not found.error:
         doing = "is still starting" if found.running else "never started"
         raise RunInvalid(f"RUN must have a status, got {directory.path}, which {doing}; see {directory.logs_folder}")
     shown = reports if not watch else []  # with --watch the steps are already on the screen
@@ -54,8 +62,9 @@ def show_run_status(
 
 
 def watch_run(directory: RunDirectory, view: View, steps: int) -> None:
-    """Show an active run until it ends, its launcher ends, or the user presses Ctrl-C."""
-    address = read_http_address(directory)
+    """Show an active run until it, its launcher or the user ends this. One that is starting is waited for."""
+    while (address := read_http_address(directory)) is None and directory.has_launcher():
+        time.sleep(TURN_S)
     if address is None or not directory.has_launcher():
         return
     token = find_token(directory.path)
@@ -105,9 +114,9 @@ def print_run_status(console: Console, directory: RunDirectory, found: StatusRep
     for report in reports:
         console.print(columns.step_row(report), no_wrap=True)
         for notice in step_notices(report):
-            console.print(notice, markup=False, style="yellow")
-    if found.error:
-        console.print(found.error, markup=False, style="red")
+            console.print(Text(make_printable(notice), style="yellow"))
+    for line in (found.error or "").splitlines():
+        console.print(Text(make_printable(line), style="red"))
     if found.summary is not None:
         files = {"metrics": str(directory.metrics_file), "logs": str(directory.logs_folder)}
         console.print(summary_panel(found, files))

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from specrl.cli.command_exit import confirm_deletion
 from specrl.cli.options import RUNS, AsJson, Runs
 from specrl.coordinator.ledger import Store, make_claim, open_store, open_store_reader
 from specrl.coordinator.ledger.ledger import DurableFacts
@@ -86,7 +87,7 @@ def reset_store(
             f"{len(found['batches'])} batches"
         )
         if not is_sure:
-            typer.confirm(f"delete the state of {directory.name}?", abort=True)
+            confirm_deletion(f"delete the state of {directory.name}?")
         spec = load_spec(directory.run_file)
         # Claiming the store fences off a coordinator that still runs elsewhere.
         with closing(open_store(spec, directory.path, make_claim(directory.path))) as store:

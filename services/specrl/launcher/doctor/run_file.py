@@ -20,7 +20,7 @@ def probe_run_file(file: Path | None) -> Iterator[Finding]:
     try:
         spec = load_spec(file)
     except SpecInvalid as error:
-        remedy = "correct the file; `specrl spec check` checks it against this machine, too"
+        remedy = "correct the file; `specrl spec check --preflight` checks it against this machine, too"
         yield Finding(name="run file", state=FindingState.PROBLEM, value=str(error), remedy=remedy)
         return
     yield Finding(name="run file", state=FindingState.OK, value=f"{file} is valid")

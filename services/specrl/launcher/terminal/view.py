@@ -182,7 +182,7 @@ class LiveView:
 
     def show_validation(self, report: ValidationReport) -> None:
         self._print_header_once(report.rewards)
-        self._console.print(Text(f"      {format_validation(report)}", style="cyan"), no_wrap=True)
+        self._console.print(Text(make_printable(f"      {format_validation(report)}"), style="cyan"))
 
     def show_message(self, text: str) -> None:
         self._console.print(Text(make_printable(text), style="yellow"))
