@@ -172,7 +172,7 @@ PRODUCT_IMAGES = Requirement(
 )
 CONTROLLERS = Requirement(
     "controllers of others",
-    "what Kueue and cert-manager themselves do with RLJobs",
+    "what Kueue, cert-manager and KEDA themselves do with RLJobs",
     "make controllers (Go; docs/e2e.md has the cost)",
 )
 MOUNTS = Requirement(
