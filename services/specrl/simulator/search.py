@@ -18,7 +18,7 @@ from specrl.errors import SpecInvalid
 from specrl.formats.calibration import RunCalibration
 from specrl.simulator.costs.pace import solve_constant_chance
 from specrl.simulator.scenarios.scenario import Mechanism, Scenario
-from specrl.simulator.simulate import PreparedScenario, StepMeans, prepare_scenario, simulate_means
+from specrl.simulator.simulate import PreparedScenario, StepMeans, find_warnings, prepare_scenario, simulate_means
 
 # Shares of the GPUs that generate, in layouts where generation and training have GPUs of their own.
 GENERATION_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -75,6 +75,8 @@ class LayoutAdvice:
     """Share of each phase in the recommended step."""
     capture_tokens: int | None
     """Query tokens that CUDA graphs should cover; None without GPUs or speculation."""
+    warnings: list[str]
+    """What a reader must know to judge the recommended layout."""
 
     def as_json(self) -> dict[str, object]:
         """Return what `specrl plan --json` prints."""
@@ -95,6 +97,7 @@ class LayoutAdvice:
             "gainP90": self.gain_high,
             "binds": self.bottleneck,
             "layoutsTried": self.layouts_tried,
+            "notes": self.warnings,
         }
 
 
@@ -148,6 +151,7 @@ def find_best_layout(
         bottleneck=_find_bottleneck(prepared, best.means),
         shares={phase: value / best.means.step_s for phase, value in best.means.phases_s.items()},
         capture_tokens=longest if scenario.cluster.gpu is not None else None,
+        warnings=find_warnings(prepared),
     )
 
 

@@ -118,6 +118,7 @@ class SimulationResult:
             "stepSeconds": self.speculative.step_s,
             "exposedGenerationSeconds": self.speculative.exposed_generation_s,
             "phaseSeconds": {phase: self.speculative.phases_s[phase] for phase in PHASES},
+            "notes": self.warnings,
         }
 
 
@@ -153,7 +154,7 @@ def simulate_scenario(
     mine = average_steps(prepared, trace)
     is_plain = scenario.speculation.mechanism is Mechanism.NONE
     theirs = mine if is_plain else average_steps(plain, simulate_events(plain, tick))
-    warnings = _find_warnings(prepared)
+    warnings = find_warnings(prepared)
     return SimulationResult(scenario, mine, theirs, trace, prepared.memory, prepared.pace_table.lengths_B, warnings)
 
 
@@ -216,7 +217,7 @@ def _build_lengths(scenario: Scenario) -> LengthModel:
     return log_normal(median, sigma, work.max_tokens, work.group_correlation)
 
 
-def _find_warnings(prepared: PreparedScenario) -> list[str]:
+def find_warnings(prepared: PreparedScenario) -> list[str]:
     """Return what a reader must know to judge this result."""
     scenario = prepared.scenario
     found = []

@@ -17,7 +17,7 @@ from specrl.simulator.scenarios.models import MODELS
 from specrl.simulator.scenarios.scenario_file import list_scenario_names, parse_scenario, read_mapping
 from specrl.simulator.simulate import prepare_scenario
 
-KEYS = {"rolloutSpeedup", "stepSpeedup", "stepSeconds", "exposedGenerationSeconds", "phaseSeconds"}
+KEYS = {"rolloutSpeedup", "stepSpeedup", "notes", "stepSeconds", "exposedGenerationSeconds", "phaseSeconds"}
 
 
 def specrl(*arguments: str) -> tuple[int, str, str]:
@@ -164,6 +164,14 @@ def test_a_plan_is_no_slower_than_today_and_names_the_bottleneck(tmp_path: Path)
     assert found["binds"] in ("trainer", "generation", "sync", "memory")
     assert found["maxPolicyLag"] <= 1
     assert found["draftLengths"][0]["from"] == 1
+
+
+def test_a_prediction_for_a_gpu_that_was_never_compared_says_so(tmp_path: Path) -> None:
+    """Only the table of `simulate` did: neither --json nor `plan` gave a warning."""
+    for command in ("simulate", "plan"):
+        code, out, error = specrl(command, str(a_file(tmp_path)), "--set", "cluster.gpu=H200", "--json")
+        assert code == 0, error
+        assert "no published run on H200 was compared" in json.loads(out)["notes"][0]
 
 
 def a_file(folder: Path) -> Path:

@@ -90,6 +90,7 @@ def advice_sentences(advice: LayoutAdvice) -> list[str]:
         f"{advice.gain:.2f}x today's speed (p10 {advice.gain_low:.2f}, p90 {advice.gain_high:.2f})",
         f"bottleneck of the recommended layout: {advice.bottleneck}; shares of a step: {shares}",
         f"{advice.layouts_tried} layouts tried; {advice.layouts_impossible} of them are impossible",
+        *(f"note: {warning}" for warning in advice.warnings),
     ]
 
 
