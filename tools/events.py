@@ -25,13 +25,16 @@ _HEAD = """\
 
 Every process logs to standard error: text on a terminal, otherwise one JSON object per line. A local run has one JSON
 file per process, `RUN/logs/NAME.log`. Each line has `event`, `level`, `timestamp` (UTC), `process` and `run`, and the
-fields below. A traceback is in `exception`. Log records and warnings of libraries have their text in `event` and the
-library's name in `logger`. vLLM and torch's native code write some lines of their own, which are not JSON.
-`telemetry.logLevel` sets the lowest level that is logged.
+fields below. `...` stands for further fields, such as the figures of a canary. A traceback is in `exception`. Log
+records and warnings of libraries have their text in `event` and the library's name in `logger`. vLLM and torch's native
+code write some lines of their own, which are not JSON. `telemetry.logLevel` sets the lowest level that is logged.
+`main`, `reconcile` and `cluster/...` are modules of the operator, whose level is the chart's `operator.logLevel`.
 
 No line at INFO or above contains prompts, completions, tool calls or tool outputs. An exception of a user's verifier or
-tool might quote them, so only its class and place are logged; with `logLevel: debug` its message is logged, too. A test
-trains a run with marked prompts and completions, and searches everything that its processes write and serve.
+tool might quote them. When a verifier fails on an answer, only class and place of the exception are logged
+(`verifier_failed`); its message is in `rollouts.jsonl`. When a tool fails, or a verifier on a reference,
+`question_failed` has the whole traceback, with `logLevel: debug` only. A test trains a run with marked prompts and
+completions, and searches everything that its processes write and serve.
 
 Two places keep texts on purpose. `rollouts.jsonl` in the run's folder has a few rollouts of each step, with prompt and
 completion. `telemetry.rollouts: 0` switches it off. The run's store has the rollouts of steps that are not trained yet.
@@ -43,7 +46,7 @@ So protect a run's folder as you protect the data set.
 
 @dataclass
 class Event:
-    """One event: its levels, fields and modules. fields: of all calls together, without those passed as `**fields`."""
+    """One event: its levels, fields and modules. fields: of all calls together; `...` for those of a mapping."""
 
     levels: set[str] = field(default_factory=set)
     fields: set[str] = field(default_factory=set)
@@ -67,7 +70,8 @@ def find_events() -> dict[str, Event]:
 def _logged(tree: ast.Module) -> Iterator[tuple[str, str, set[str]]]:
     """Yield name, level and fields of each `log.LEVEL(name, ...)`.
 
-    The name may be an `if` expression, or come from a dictionary of the module.
+    The name may be an `if` expression, or come from a dictionary of the module. So may the level, as in
+    `(log.warning if is_trouble else log.info)(name, ...)`.
     """
     tables = {
         target.id: statement.value
@@ -78,12 +82,22 @@ def _logged(tree: ast.Module) -> Iterator[tuple[str, str, set[str]]]:
     }
     for node in ast.walk(tree):
         match node:
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="log"), attr=method), args=[first, *_]):
-                level = {"exception": "error"}.get(method, method)
-                if level in LEVELS:
-                    fields = {keyword.arg for keyword in node.keywords if keyword.arg not in {None, "exc_info"}}
+            case ast.Call(func=called, args=[first, *_]):
+                fields = {keyword.arg or "..." for keyword in node.keywords if keyword.arg != "exc_info"}
+                for level in _levels(called):
                     for name in _names(first, tables):
-                        yield name, level, {str(name) for name in fields}
+                        yield name, level, fields
+
+
+def _levels(called: ast.expr) -> list[str]:
+    """Return the levels at which a call logs; none if it calls something else."""
+    match called:
+        case ast.Attribute(value=ast.Name(id="log"), attr=method):
+            level = {"exception": "error"}.get(method, method)
+            return [level] if level in LEVELS else []
+        case ast.IfExp(body=body, orelse=other):
+            return _levels(body) + _levels(other)
+    return []
 
 
 def _names(first: ast.expr, tables: dict[str, ast.Dict]) -> list[str]:

@@ -451,8 +451,13 @@ class Registry:
         before = replica.state
         check_transition(replica.replica_id, before, after)
         is_trouble = after in (ReplicaState.SUSPECT, ReplicaState.STALE, ReplicaState.DEAD)
-        say = log.warning if is_trouble else log.info
-        say("replica_state_changed", replica=replica.replica_id, before=before.value, after=after.value, reason=reason)
+        (log.warning if is_trouble else log.info)(
+            "replica_state_changed",
+            replica=replica.replica_id,
+            before=before.value,
+            after=after.value,
+            reason=reason,
+        )
         self.transitions[before, after] += 1
         metrics.REPLICA_TRANSITIONS.labels(self._run, before.value, after.value).inc()
         replica.state = after

@@ -261,8 +261,7 @@ class CanaryRunner:
         """
         replica.canary_skips += 1
         self._events.publish(CanaryEnded(CanaryOutcome.SKIPPED))
-        say = log.warning if replica.canary_skips >= SKIPS_BEFORE_WARNING else log.info
-        say(
+        (log.warning if replica.canary_skips >= SKIPS_BEFORE_WARNING else log.info)(
             "canary_skipped",
             replica=replica.replica_id,
             policy_version=policy_version,
