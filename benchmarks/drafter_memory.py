@@ -1,8 +1,8 @@
 """Measures the memory and the time that a drafter adds to a trainer's step, for a policy with a large vocabulary.
 
-    python benchmarks/drafter_memory.py --out runs/drafter-memory                     # 32 768 words, two tensor ranks
-    python benchmarks/drafter_memory.py --out runs/drafter-memory --tensor 1 --steps 8
-    python benchmarks/drafter_memory.py --out runs/wide-memory --tensor 1 --steps 1 --words 151936 --hidden 64 \\
+    python -m benchmarks.drafter_memory --out runs/drafter-memory                     # 32 768 words, two tensor ranks
+    python -m benchmarks.drafter_memory --out runs/drafter-memory --tensor 1 --steps 8
+    python -m benchmarks.drafter_memory --out runs/wide-memory --tensor 1 --steps 1 --words 151936 --hidden 64 \\
         --dtype bfloat16 --rollouts 16 --micro-batch-tokens 2048                      # Qwen3's vocabulary
 
 Three cases, one after another, each in processes of its own: without drafter, with an EAGLE-3 head that drafts the
@@ -28,10 +28,10 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from benchmarks.trainer import make_policy
 from rich.console import Console
 from rich.table import Table
 from tests.live_tensors import LiveTensors
-from trainer import make_policy
 
 from specrl.records import Batch, FinishReason, Rollout, TrainRollout, VersionSpan
 from specrl.spec import RunSpec, parse_spec
@@ -120,7 +120,7 @@ def measure_case(arguments: argparse.Namespace, case: str) -> list[dict[str, Any
     for rank in range(arguments.tensor):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(arguments.tensor)}
         environment = os.environ | place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, *sys.argv[1:], "--case", case]
+        command = [sys.executable, "-m", "benchmarks.drafter_memory", *sys.argv[1:], "--case", case]
         processes.append(subprocess.Popen(command, env=environment))
     codes = [process.wait() for process in processes]
     if any(codes):

@@ -11,7 +11,7 @@ over problems, each of which counts once for all seeds. Each optimizer's best ra
 accuracy over all seeds. There, Muon's accuracy less AdamW's has a 95 % interval over seeds (Student's t). The best of
 three is too high for both.
 
-Costs: training steps of a random Qwen3 with about 7 million weights at one rank and one CPU thread. Each optimizer is
+Costs: training steps of a random Qwen3 with about 5.2 million weights at one rank and one CPU thread. Each optimizer is
 measured in a process of its own, in turns. Printed: seconds, bytes of moments, and the largest resident size.
 """
 

@@ -29,8 +29,9 @@ traceback.
 - **gRPC status** is what a server answers with. It sends the class name in the trailing metadata `specrl-error`.
 - **retryable** means that the same call may be repeated. `services/specrl/rpc/clients.py` repeats the calls for which
   that is safe.
-- **exit code** is that of a process which ends with the error. After 1 the launcher or the operator starts the process
-  again. After 2 a restart would fail in the same way, so the run waits for its user.
+- **exit code** is that of a coordinator, trainer or replica which ends with the error. After 1 the launcher or the
+  operator starts the process again. After 2 a restart would fail in the same way, so the run waits for its user.
+  Commands that refuse something end with 2 ([scripting.md](scripting.md#exit-codes)).
 
 | error | gRPC status | retryable | exit code | meaning | what to do |
 |---|---|---|--:|---|---|"""

@@ -10,8 +10,9 @@
 The tests that a mutant names run first, up to the first failure. The whole of `make test` runs only if the mutant
 survived them. Results are written after each mutant, so that --rest continues an interrupted run.
 
-Invariant: of the working tree only `tests/mutants/results.json` is changed. The tests run in a copy of it, in a temporary folder, with the packages of
-.venv. PYTHONPATH puts the copy's sources before those that .venv was installed from, in every process.
+Invariant: of the working tree only `tests/mutants/results.json` is changed. The tests run in a copy of it, in a
+temporary folder, with the packages of .venv. PYTHONPATH puts the copy's sources before those that .venv was installed
+from, in every process.
 """
 
 from __future__ import annotations

@@ -258,7 +258,8 @@ class CollectiveFailed(SpecrlError, ConnectionError):
 class DeadlineExceeded(SpecrlError, TimeoutError):
     """A call or a collective did not finish within its time limit.
 
-    Remedy: nothing; it is retried, or its peer is treated as lost. If it recurs, raise the timeout that it names.
+    Remedy: nothing; it is retried, or its peer is treated as lost. If it recurs, read the peer's log. For a transfer of
+    weights, raise `weights.timeoutS`.
     """
 
     grpc_status = "DEADLINE_EXCEEDED"
@@ -302,7 +303,9 @@ class ReplicasRefused(SpecrlError, RuntimeError):
 
 
 class StoreFailed(SpecrlError, RuntimeError):
-    """The run's state could not be read or written. The run waits until it can.
+    """The run's store, a checkpoint, or files with weights could not be read or written.
+
+    The run waits for its store. After a periodic checkpoint that failed, it continues with the one before.
 
     Remedy: make room on the disk, or restore the connection to Redis or to the mirror.
     """
@@ -390,7 +393,9 @@ class RunRefused(SpecrlError, RuntimeError):
 
 
 class RunInterrupted(SpecrlError, RuntimeError):
-    """A run was stopped by Ctrl-C or a signal. Its state is saved.
+    """A run was stopped by Ctrl-C or a signal, or interrupted before it had begun.
+
+    The first Ctrl-C saves it. A second one kills it, and it resumes from its last checkpoint.
 
     `specrl.run` raises it where the command exits with 130.
 
