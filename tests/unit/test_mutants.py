@@ -147,3 +147,14 @@ def test_the_table_of_cases_is_in_the_order_of_the_cases() -> None:
         "| h2, m4 | Nothing. | a rule (`specrl/a.py`) | not tried | h2 |",
     ]
     assert make_table(fixes, {}).count("\n") == 1
+
+
+def test_the_tests_that_killed_mutants_exist() -> None:
+    """After tests were renamed, the tables named tests that were gone."""
+    gone = []
+    for name, result in load_results().items():
+        file, _, test = result.killed_by.partition("::")
+        function = test.split("::")[-1].partition("[")[0]
+        if file and not ((ROOT / file).is_file() and f"def {function}(" in (ROOT / file).read_text(encoding="utf-8")):
+            gone.append(f"{name}: {result.killed_by}")
+    assert not gone, "run `python -m tools.mutants --own --only ID`, then --write, for " + ", ".join(gone)
