@@ -70,7 +70,7 @@ class AloneCosts(ReportModel):
     cores: Annotated[int, Field(ge=1, lt=2**31)]
     """Cores of the coordinator's machine. Other processes of the run may or may not share it."""
     threads: Annotated[int, Field(ge=1, lt=2**31)]
-    """Threads of one engine, which is the number of cores that it keeps busy."""
+    """Threads of all ranks of one engine, which is the number of cores that it keeps busy."""
     core_seconds: Annotated[float, Field(ge=0, lt=1e12)]
     """Core-seconds of all processes but the engines, per sampled token: detokenising, transport, storing, grading."""
     cores_training: Annotated[float, Field(ge=0, lt=2**31)]

@@ -58,23 +58,26 @@ def test_the_file_has_lengths_acceptance_phases_and_costs_of_all_steps(tmp_path:
     assert [(step.live, step.context, step.seconds) for step in found.engine_steps] == [(8, 100, 0.05)]
 
 
-@pytest.mark.parametrize(("lag", "expected"), [(0, 0.05), (1, None)])
+@pytest.mark.parametrize(("lag", "ranks", "expected"), [(0, 1, 0.05), (0, 2, 0.05), (1, 1, None)])
 def test_time_without_decoding_is_known_if_generation_runs_alone(
-    tmp_path: Path, lag: int, expected: float | None
+    tmp_path: Path, lag: int, ranks: int, expected: float | None
 ) -> None:
     """Two replicas have 8 of 16 rollouts each. Their costs up to the first step may be from before a restart.
 
-    An engine uses one thread. During generation 2.5 cores are busy in one step and 2.7 in a later one. During training
-    one core is busy.
+    Each rank of an engine uses one thread. With one rank each, 2.5 cores are busy during generation in one step and 2.7
+    in a later one. During training one core is busy.
     """
     run = a_run(tmp_path)
-    file = CalibrationFile(parse_spec(run | {"schedule": run["schedule"] | {"maxPolicyLag": lag}}), tmp_path)
+    run["schedule"] |= {"maxPolicyLag": lag}
+    run["generation"] |= {"tensorParallel": ranks}
+    file = CalibrationFile(parse_spec(run), tmp_path)
     for step, decoded_s in ((1, 7.0), (2, 8.6), (3, 10.2)):
         seen = {"rollouts": 16, "tokens": 600, "phases": PhaseSeconds(generation=2.0)}
         report = a_report(step).model_copy(update=seen)
         costs = [StepCost(3, 10 * step, 80 * step, 1000 * step, decoded_s)]
-        file.add_step(report, [a_group(5, 5)], {"a": costs, "b": costs}, 2, (2.1 + step / 5, 1.0))
+        file.add_step(report, [a_group(5, 5)], {"a": costs, "b": costs}, 2, (2 * ranks + 0.1 + step / 5, 1.0))
     found = written(tmp_path)
+    assert all(one.threads == ranks for one in found.alone)
     assert [one.starting_seconds for one in found.alone] == ([] if expected is None else [pytest.approx(expected)])
     assert all(one.core_seconds == pytest.approx(0.002) and one.cores_training == 1 for one in found.alone)
     assert [(step.steps, step.live, step.seconds) for step in found.engine_steps] == [(40, 8, pytest.approx(0.16))]

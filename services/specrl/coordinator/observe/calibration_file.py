@@ -92,7 +92,7 @@ class CalibrationFile:
         # The first step warms the engines up, so its core times are not representative.
         generating, training = busy_cores
         if generating is not None and training is not None and self._decoding.is_warm:
-            engines = replicas * self._spec.generation.threads
+            engines = replicas * self._spec.generation.tensor_parallel * self._spec.generation.threads
             others_s = (generating - engines) * report.phases.generation
             self._cores.append(_CoreUse(others_s, report.tokens, training))
         self._decoding.add_step(report, costs, max(1, replicas))
@@ -124,7 +124,7 @@ class CalibrationFile:
             draft_tokens=generation.speculation.num_draft_tokens,
             starting_seconds=starting_seconds,
             cores=os.cpu_count() or 1,
-            threads=generation.threads,
+            threads=generation.tensor_parallel * generation.threads,
             core_seconds=max(0.0, others_s) / max(1, tokens),
             cores_training=fmean(step.training for step in cores),
         )
