@@ -120,7 +120,8 @@ def _choose_trainer_action(
         return TrainerAction.DELETE if is_spent and plan.is_plain_trainer else TrainerAction.CREATE
     if terminal is not None and observed.has_trainer_ended:
         return TrainerAction.KEEP  # its pods hold no GPUs any more, and their logs stay readable
+    # While the run is saved, the trainer stays as long as the coordinator, whose grace period may be longer.
     is_over = state is DesiredState.STOPPED or (
-        terminal is not None and has_elapsed(plan.job.status.get("completionTime"), TRAINER_EXIT_S, now)
+        state is DesiredState.ENDED and has_elapsed(plan.job.status.get("completionTime"), TRAINER_EXIT_S, now)
     )
     return TrainerAction.DELETE if is_over else TrainerAction.KEEP

@@ -1223,6 +1223,20 @@ def test_a_failed_job_is_not_deleted_before_its_coordinator_has_saved_the_run() 
     assert world.list_objects() == set()
 
 
+def test_the_trainer_stays_as_long_as_the_coordinator_saves_the_run() -> None:
+    """It was deleted five minutes after the deadline, in the middle of a long step, with the checkpoint to come."""
+    world = World({"activeDeadlineSeconds": 3600})
+    world.settle()
+    world.advance_clock(3601)
+    world.reconcile()
+    assert world.read_condition("Failed") == ("True", "DeadlineExceeded")
+    world.advance_clock(600)
+    world.reconcile()
+    assert "tiny-trainer" in world.server.objects_by_name(JOB_SET)
+    world.settle()  # the coordinator's pod is gone
+    assert world.server.objects_by_name(JOB_SET) == {}
+
+
 @pytest.mark.parametrize(("own", "is_kept"), [({}, False), ({"ttlSecondsAfterFinished": 1000}, True)])
 def test_the_administrators_time_to_live_counts_for_jobs_that_name_none(own: Object, is_kept: bool) -> None:
     """M11: without one, a finished job kept its coordinator, store and volume for ever."""
