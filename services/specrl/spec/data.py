@@ -88,7 +88,7 @@ class HubSource(Section):
     """Configuration (subset), as the data set's card names it. Null: the card's default or only one. A card with
     several and no default needs a name. Not read with `files`."""
     split: ShortText = "train"
-    """Split, such as train or test. With `files` only messages use it."""
+    """Split, such as train or test. With `files` it selects nothing, and is only a part of the source's name."""
     revision: ShortText | None = None
     """Branch, tag or commit. Null: the main branch."""
     files: Annotated[tuple[PathText, ...], Field(max_length=MOST_FILES)] = ()

@@ -204,7 +204,7 @@ class Generation(Section):
     starts. vLLM gives the KV cache what weights and activations leave of it. Null: "0.92", or with kvCacheMib, what
     weights, activations and that cache need. CPUs ignore it."""
     attention_backend: Annotated[str | None, Field(pattern="^[A-Z][A-Z0-9_]*$", max_length=64)] = None
-    """vLLM's attention kernels by its own names, such as FLASHINFER. Null: vLLM chooses. CPUs ignore it."""
+    """Attention kernels, by vLLM's name, such as FLASHINFER. Null: vLLM chooses. CPUs ignore it."""
     tensor_parallel: Positive = 1
     """Tensor parallel GPUs (or CPU processes) of one replica."""
     expert_parallel: bool = False

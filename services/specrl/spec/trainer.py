@@ -110,9 +110,9 @@ class Optimizer(Section):
     """Optimizer updates per step, each on the whole batch (GRPO's mu). From the second update on, the ratio to the
     step's start differs from 1 and is clipped. Each update costs another forward and backward pass."""
     max_skipped_steps: NotNegative = 3
-    """Most consecutive steps that are skipped because their gradients are not finite. One more ends the run. A skipped
-    step makes neither that update nor later ones of the step; with updatesPerStep above 1 it keeps those before. It is
-    reported. 0: the first such step ends the run."""
+    """Most consecutive steps that are skipped because their gradients are not finite. One more ends the run. The first
+    update with such gradients ends the updates of its step: it and later ones are not made, earlier ones are kept
+    (updatesPerStep). A skipped step is reported. 0: the first such step ends the run."""
 
 
 class Objective(StrEnum):

@@ -93,7 +93,10 @@ class Replica:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether its rollouts may be stored. False from the commit of an update until its canary has agreed."""
+        """Whether its rollouts may be stored.
+
+        False from the commit of an update until its canary has ended without disagreeing.
+        """
         return self._underlying_state in COMMITTED and 0 <= self.policy_version <= self.trusted_version
 
     @property

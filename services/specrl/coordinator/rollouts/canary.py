@@ -14,9 +14,9 @@ mismatch that the trainer measures in each step. It covers only tokens of the tr
 maxPolicyLag >= 1 a batch usually has none. The loop runs the canary right after a transfer, while the trainer still has
 the version that was sent.
 
-Invariant: no rollout is stored before the canary of its replica's version has agreed. Until then the pipeline holds
-the replica's finished rollouts. If the canary disagrees, the replica's record is replaced (`Registry.replace_record`),
-and the held rollouts are sampled again.
+Invariant: no rollout is stored before the canary of its replica's version has ended, agreed or skipped. Until then the
+pipeline holds the replica's finished rollouts. If the canary disagrees, the replica's record is replaced
+(`Registry.replace_record`), and the held rollouts are sampled again.
 
 Waits: `canary.timeoutS` for a replica's rollouts, which may queue behind running ones, or until the replica is lost.
 `weights.timeoutS` for the scores, or until the trainer is lost. A replica that is late or lost counts as skipped or

@@ -127,6 +127,10 @@ def _require_range(section: type[Section], fields: Sequence[str], bounds: str, r
 _POSITIVE = ("> 0", "give a positive decimal")
 _NOT_NEGATIVE = (">= 0", "give 0 or a positive decimal")
 _LOWER_MEMORY = "lower it, or raise the pool's"
+
+# vLLM's limits. It raises lower temperatures to the first without an error.
+_LOWEST_TEMPERATURE = Decimal("0.01")
+_HIGHEST_TEMPERATURE = Decimal(2)
 DECIMALS = (
     *_require_range(trainer.Optimizer, ["learning_rate", "epsilon", "clip_norm"], *_POSITIVE),
     *_require_range(trainer.Muon, ["learning_rate"], *_POSITIVE),
@@ -150,7 +154,7 @@ DECIMALS = (
         ValidationSampling,
         "temperature",
         "must be 0, or >= 0.01 and <= 2",
-        'use "0" for greedy completions; engines take no others',
+        'use "0" for greedy completions; vLLM raises smaller values to 0.01, and refuses larger ones than 2',
         lambda it: it.temperature == 0 or _LOWEST_TEMPERATURE <= it.temperature <= _HIGHEST_TEMPERATURE,
         "double(self.temperature) == 0.0 || (double(self.temperature) >= 0.01 && double(self.temperature) <= 2.0)",
     ),
@@ -185,10 +189,6 @@ ENGINE = (
 )
 
 
-# vLLM's limits. It raises lower temperatures to the first without an error.
-_LOWEST_TEMPERATURE = Decimal("0.01")
-_HIGHEST_TEMPERATURE = Decimal(2)
-
 # The trainer computes log-probabilities of the distribution that was sampled from: at its temperature, and over the
 # tokens that top-p and top-k left.
 SAMPLING = (
@@ -196,7 +196,7 @@ SAMPLING = (
         SamplingSpec,
         "temperature",
         "must be >= 0.01 and <= 2",
-        'use "1"; engines take no others, and greedy rollouts of one prompt are all equal, so all advantages are 0',
+        'use "1"; vLLM refuses more than 2, and greedy rollouts of one prompt are all equal, so all advantages are 0',
         lambda it: _LOWEST_TEMPERATURE <= it.temperature <= _HIGHEST_TEMPERATURE,
         "double(self.temperature) >= 0.01 && double(self.temperature) <= 2.0",
     ),
