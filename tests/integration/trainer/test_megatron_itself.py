@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.integration.trainer.conftest import VOCAB
 from tests.integration.trainer.runs import a_batch, a_spec
+from tests.tiny_models import Shape, make_mtp_policy, make_policy
 
 from specrl.seams.versions import EXPECTED
 
@@ -69,13 +70,22 @@ def test_private_state_of_megatron_is_where_it_was(policy: Path) -> None:
     assert groups.parallel_state._global_process_group_list is None
 
 
-def test_a_closed_backend_leaves_no_threads_of_its_groups(policy: Path) -> None:
-    """The rotary embedding's cache kept a group of each, whose threads poll. Ranks that form many layouts were slow."""
+@pytest.mark.parametrize("kind", ["dense", "mixture", "heads"])
+def test_a_closed_backend_leaves_no_threads_of_its_groups(kind: str, tmp_path: Path) -> None:
+    """The rotary embedding's cache kept a group of each, whose threads poll. Ranks that form many layouts were slow.
+
+    So did a mixture's token dispatcher, and native heads, which kept the policy.
+    """
     from specrl.trainer.megatron_backend import MegatronBackend
+
+    family = "qwen3_moe" if kind == "mixture" else "qwen3"
+    shape = Shape(heads=4, groups=2, head_dim=16, vocab=VOCAB, family=family)
+    policy = (make_mtp_policy if kind == "heads" else make_policy)(tmp_path / "policy", shape=shape)
+    speculation = {"mtp": {"numDraftTokens": 2}} if kind == "heads" else {"none": {}}
 
     def count_threads() -> int:
         """Train and close a backend. Returns how many threads of Gloo are left."""
-        backend = MegatronBackend(a_spec(policy, speculation={"none": {}}))
+        backend = MegatronBackend(a_spec(policy, speculation=speculation))
         backend.load_model(None)
         backend.train_step(a_batch(1, VOCAB))
         backend.close()

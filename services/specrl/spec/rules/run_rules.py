@@ -131,7 +131,7 @@ _LOWER_MEMORY = "lower it, or raise the pool's"
 # vLLM's limits. It raises lower temperatures to the first without an error.
 _LOWEST_TEMPERATURE = Decimal("0.01")
 _HIGHEST_TEMPERATURE = Decimal(2)
-DECIMALS = (
+DECIMALS: tuple[Rule[Any], ...] = (
     *_require_range(trainer.Optimizer, ["learning_rate", "epsilon", "clip_norm"], *_POSITIVE),
     *_require_range(trainer.Muon, ["learning_rate"], *_POSITIVE),
     *_require_range(trainer.Muon, ["momentum"], ">= 0 and < 1", 'use "0.95"'),

@@ -201,9 +201,17 @@ class MegatronBackend:
 
 
 def _clear_caches(models: RankModels) -> None:
-    """Clear Megatron's cache of rotary embeddings. Its keys are modules, which refer to their groups."""
+    """Clear what Megatron's modules keep of earlier passes, since that would keep them and their groups.
+
+    The keys of the cache of rotary embeddings are modules. A mixture's token dispatcher has tensors whose autograd
+    graph leads back to it, which Python's collector cannot see.
+    """
     for chunk in models.policy.chunks:
         for module in chunk.modules():
             clear = getattr(module.forward, "cache_clear", None)
             if clear is not None:
                 clear()
+            dispatcher = getattr(module, "token_dispatcher", None)
+            if dispatcher is not None:
+                kept = [name for name, it in vars(dispatcher).items() if isinstance(it, torch.Tensor) and it.grad_fn]
+                vars(dispatcher).update(dict.fromkeys(kept))

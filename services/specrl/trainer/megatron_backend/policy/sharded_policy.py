@@ -9,6 +9,7 @@ tensor parallel rank.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cached_property, partial
@@ -218,7 +219,7 @@ class ShardedPolicy:
         """Make passes keep what the drafter learns from, and let it read the output layer. A collective."""
         keeper = LessonKeeper(drafter, temperature, self.config, self.groups)
         if drafter.is_vocabulary_sharded:
-            drafter.connect_output(self.read_output)
+            drafter.connect_output(_read_weakly(self))
         self.schedule.keep_lessons(keeper)
         self._keeper = keeper
 
@@ -241,3 +242,19 @@ class ShardedPolicy:
             return PolicyOutput(shard, None)
         weight = chunk.shared_embedding_or_output_weight() if self.config.is_tied else chunk.output_layer.weight
         return PolicyOutput(shard, weight.detach())
+
+
+def _read_weakly(policy: ShardedPolicy) -> Callable[[], PolicyOutput]:
+    """Read the output layer without keeping the policy.
+
+    Autograd's hooks and the drafter refer to each other in a way that Python's collector cannot see. Through the
+    drafter, a policy that was dropped would stay with all of its groups, whose threads poll.
+    """
+    reference = weakref.ref(policy)
+
+    def read_output() -> PolicyOutput:
+        found = reference()
+        assert found is not None  # a drafter drafts only while its policy is trained
+        return found.read_output()
+
+    return read_output
