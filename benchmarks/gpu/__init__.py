@@ -1,1 +1,1 @@
-"""What a first hour on a GPU should measure, in one command: `python -m benchmarks.gpu` (docs/gpu.md)."""
+"""Measures in one command what a first hour on a GPU should tell: `python -m benchmarks.gpu` (docs/gpu.md)."""

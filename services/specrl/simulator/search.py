@@ -76,7 +76,7 @@ class LayoutAdvice:
     capture_tokens: int | None
     """Query tokens that CUDA graphs should cover; None without GPUs or speculation."""
     warnings: list[str]
-    """What a reader must know to judge the recommended layout."""
+    """Notes that a reader needs to judge the recommended layout."""
 
     def as_json(self) -> dict[str, object]:
         """Return what `specrl plan --json` prints."""
