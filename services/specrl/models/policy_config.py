@@ -201,7 +201,7 @@ def read_rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
     kind = str(_rope_type(config))
     if kind == "default" or find_rope_problems(config):
         return None
-    rope = _rope_parameters(config)
+    rope = find_rope_settings(config)
     numbers = {name: float(rope.get(name) or default or 0) for name, default in _ROPE_FIELDS[kind].items()}
     if rope.get("truncate") is False:  # `or default` above cannot tell false from absent
         numbers["truncate"] = 0.0
@@ -222,7 +222,7 @@ def format_rope(scaling: RopeScaling | None) -> dict[str, Any]:
 
 def find_rope_problems(config: Mapping[str, Any]) -> list[str]:
     """Describe each field of a config.json's rotary scaling that the trainer cannot compute."""
-    rope = _rope_parameters(config)
+    rope = find_rope_settings(config)
     if not isinstance(rope, Mapping):
         return [f"rope_parameters must be an object, got {rope!r}"]
     kind = _rope_type(config)
@@ -266,8 +266,8 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
-def _rope_parameters(raw: Mapping[str, Any]) -> Any:
-    """The rotary settings, under the key of transformers 5 or of transformers 4, of any type.
+def find_rope_settings(raw: Mapping[str, Any]) -> Any:
+    """Return the rotary settings, under the key of transformers 5 or of transformers 4, of any type.
 
     In a config with both, transformers 5 takes the older key, and so does vLLM, which reads configs through it.
     """
@@ -275,11 +275,11 @@ def _rope_parameters(raw: Mapping[str, Any]) -> Any:
 
 
 def _rope_type(raw: Mapping[str, Any]) -> object:
-    return _rope_parameters(raw).get("rope_type") or _rope_parameters(raw).get("type") or "default"
+    return find_rope_settings(raw).get("rope_type") or find_rope_settings(raw).get("type") or "default"
 
 
 def _build_config(raw: dict[str, Any], path: Path) -> PolicyConfig:
-    rope = _rope_parameters(raw)
+    rope = find_rope_settings(raw)
     family = FAMILIES[raw["model_type"]]
     experts = None
     if family.is_mixture:
@@ -315,7 +315,7 @@ def _find_unsupported_fields(raw: dict[str, Any]) -> list[str]:
     if family is None:
         return [f"model_type must be one of {', '.join(FAMILIES)}, got {raw.get('model_type')!r}"]
     named = raw.get("architectures") or [family.architecture]
-    rope = _rope_parameters(raw)
+    rope = find_rope_settings(raw)
     # transformers 5 lists the attention type of each layer. Without the list every layer has full attention.
     layer_types = {str(kind) for kind in raw.get("layer_types") or ["full_attention"]}
     required = _REQUIRED_FIELDS + (_MIXTURE_FIELDS if family.is_mixture else ())
@@ -355,4 +355,4 @@ def _find_unsupported_fields(raw: dict[str, Any]) -> list[str]:
 
 
 def _partial_rotary_factor(raw: dict[str, Any]) -> object:
-    return _rope_parameters(raw).get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1
+    return find_rope_settings(raw).get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1

@@ -37,6 +37,7 @@ from specrl.files import read_object
 from specrl.models.policy_config import (
     PolicyConfig,
     find_rope_problems,
+    find_rope_settings,
     format_rope,
     read_policy_config,
     read_rope_scaling,
@@ -112,7 +113,7 @@ def read_layer_shape(raw: Mapping[str, Any], policy: PolicyConfig) -> LayerShape
 
     A config that names rotary settings has all of its own, as vLLM reads it: a head without scaling was trained so.
     """
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # as transformers 5
+    rope = find_rope_settings(raw)
     has_rope = bool(rope or raw.get("rope_theta"))
     heads = raw.get("num_attention_heads") or policy.num_heads
     # A config with num_attention_heads describes its own layer. Its absent fields then get Llama's defaults instead
