@@ -39,10 +39,8 @@ def evidence(directory: Path, ledger: Path) -> Evidence:
     """Read the results of the run in `folder`. Its store must be reachable."""
     spec = load_spec(directory / "run.yaml")
     with closing(open_store_reader(spec, directory)) as store:
-        failed = DurableFacts.model_validate(store.read_facts()).failed_prompts
         reports = store.read_reports()
-    # The facts have the failed prompts of untrained steps, the reports those of trained ones.
-    failed = failed | {prompt: reason for report in reports for prompt, reason in report.get("failed", {}).items()}
+        failed = DurableFacts.model_validate(store.read_facts()).collect_failed_prompts(reports)
     return Evidence(
         spec=spec,
         trained=[wire.batch_from_bytes(file.read_bytes()) for file in sorted(ledger.glob("[0-9]*.pb"))],

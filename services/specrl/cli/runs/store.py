@@ -114,13 +114,7 @@ def _summarize_store(store: Store) -> dict[str, Any]:
         "batches": store.list_batch_steps(),
         "reports": len(reports),
         "facts": sorted(facts),
-        # Facts have the failed prompts of untrained steps, reports those of trained ones.
-        "failedPrompts": len(
-            {
-                *DurableFacts.from_stored(facts).failed_prompts,
-                *(group for r in reports for group in r.get("failed", ())),
-            }
-        ),
+        "failedPrompts": len(DurableFacts.from_stored(facts).collect_failed_prompts(reports)),
     }
 
 

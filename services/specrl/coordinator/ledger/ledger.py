@@ -11,7 +11,7 @@ Steps are idempotent by their number. Facts and reports are read from memory; al
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -49,6 +49,14 @@ class DurableFacts(ReportModel):
     """What the run is made from, as its last start found it. Null before the first start."""
     proved_version: int | None = None
     """Newest policy version that every replica has served and that passed its canary, if one was due."""
+
+    def collect_failed_prompts(self, reports: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+        """Return why each prompt was given up, by group id. The facts have those of untrained steps.
+
+        reports: the stored reports, which have those of trained steps.
+        """
+        settled = {group: reason for report in reports for group, reason in report.get("failed", {}).items()}
+        return self.failed_prompts | settled
 
     @classmethod
     def from_stored(cls, stored: Mapping[str, Any]) -> DurableFacts:
