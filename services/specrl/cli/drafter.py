@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +15,7 @@ from specrl.cli.command_exit import report_outcome, run_module
 from specrl.cli.options import RUNS, Overrides, Plain, Runs, refuse_existing
 from specrl.drafting.registry import find_kind
 from specrl.errors import RunInvalid, SpecInvalid, SpecProblem
+from specrl.files import write_folder
 from specrl.formats.reports import DrafterInitReport
 from specrl.installation import require_engines
 from specrl.launcher import launch, run_directory
@@ -162,19 +162,12 @@ def require_initialisation(directory: RunDirectory) -> RunDirectory:
 def copy_atomically(source: Path, out: Path, start: DrafterInitReport | None) -> None:
     """Copy a drafter and its acceptance to a free name. It appears there complete or not at all. Raises RunInvalid."""
     out = out.absolute()
-    unfinished: Path | None = None
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        # Beside its final name, since a rename is atomic only within one file system.
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-        shutil.copytree(source, unfinished, dirs_exist_ok=True)
-        if start is not None:
-            acceptance = json.dumps(start.model_dump(by_alias=True), indent=2)
-            (unfinished / ACCEPTANCE).write_text(acceptance + "\n", encoding="utf-8")
-        unfinished.chmod(0o755)  # mkdtemp's 0700 would hide it from other users
-        unfinished.rename(out)
+        with write_folder(out) as unfinished:
+            shutil.copytree(source, unfinished, dirs_exist_ok=True)
+            if start is not None:
+                acceptance = json.dumps(start.model_dump(by_alias=True), indent=2)
+                (unfinished / ACCEPTANCE).write_text(acceptance + "\n", encoding="utf-8")
+            unfinished.chmod(0o755)  # the mode of a run's folder would hide it from other users
     except OSError as error:
         raise RunInvalid(f"writing the drafter to {out} failed: {error}; the run keeps it in {source}") from error
-    finally:
-        if unfinished is not None:
-            shutil.rmtree(unfinished, ignore_errors=True)  # does nothing after a successful rename
